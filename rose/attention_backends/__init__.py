@@ -1,0 +1,9 @@
+"""Attention backends behind one surface: `supports(spec)`, `plan(batch, slot)`, and the plan's `run(q, k, v, layer)`.
+
+Every backend is imported only when asked for by name; "unsupported" is a reason in words. Knows shapes and lengths;
+knows neither weights nor models.
+"""
+
+from rose.attention_backends.base import AttentionBackend, AttentionSpec, available_backends, load_backend
+
+__all__ = ["AttentionBackend", "AttentionSpec", "available_backends", "load_backend"]

@@ -1,0 +1,19 @@
+"""What is fixed before serving starts: the model folder as read, and the numbers the engine and the front run with.
+
+Frozen, resolved once, free of torch. Knows files and numbers; knows neither weights nor requests.
+"""
+
+from rose.config.architecture import ArchitectureConfig
+from rose.config.folder import DenseConfig, ModelFolder, PoolingConfig, read_model_folder
+from rose.config.serving import EngineConfig, GatewayConfig, ServerConfig
+
+__all__ = [
+    "ArchitectureConfig",
+    "DenseConfig",
+    "EngineConfig",
+    "GatewayConfig",
+    "ModelFolder",
+    "PoolingConfig",
+    "ServerConfig",
+    "read_model_folder",
+]

@@ -1,0 +1,79 @@
+"""The numbers the engine process and the front process run with.
+
+Knows limits and addresses; knows neither devices nor sockets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Budgets of the scheduler and of the graphs.
+
+    Attributes:
+        online_tokens: most tokens of a batch while single queries wait. On an H200 larger batches still raise the
+            rate, but every query in the batch then waits for all of it.
+        bulk_tokens: most tokens of a batch otherwise.
+        max_sequences: most sequences of a batch.
+        max_tokens: longest sequence accepted, in tokens, special tokens included.
+        max_in_flight: batches launched and not yet finished, at most.
+        graph_bytes: device memory the captured graphs may take; 0 captures none.
+    """
+
+    online_tokens: int = 2048
+    bulk_tokens: int = 16384
+    max_sequences: int = 256
+    max_tokens: int = 512
+    max_in_flight: int = 2
+    graph_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Limits of the engine process.
+
+    Attributes:
+        address: "host:port" or "unix:/path" of the light link.
+        max_queued_tokens, max_queued_requests: beyond either, requests are answered `overloaded`.
+        max_request_items: most sequences of one request.
+        max_payload: largest frame accepted, in bytes.
+        drain_seconds: how long SIGTERM waits for what is in flight.
+    """
+
+    address: str = "127.0.0.1:0"
+    max_queued_tokens: int = 1 << 20
+    max_queued_requests: int = 4096
+    max_request_items: int = 4096
+    max_payload: int = 64 << 20
+    drain_seconds: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """Limits of the front process.
+
+    Attributes:
+        replicas: light-link addresses of the engine processes.
+        host, http_port, grpc_port: where to listen; port 0 picks a free one, None leaves that carrier out.
+        max_body_bytes: largest HTTP body or gRPC message, in bytes.
+        max_items: most inputs of one request.
+        inline_chars: texts up to this many characters in all are tokenised on the event loop; a hop to the pool
+            costs more than a short encode.
+        tokenizer_threads: threads of the pool for longer ones.
+        default_timeout_s: deadline of a request that states none.
+        strict_dimensions: refuse `dimensions` the model was not trained for.
+    """
+
+    replicas: tuple[str, ...]
+    host: str = "127.0.0.1"
+    http_port: int | None = 8080
+    grpc_port: int | None = None
+    max_body_bytes: int = 32 << 20
+    max_items: int = 2048
+    inline_chars: int = 4096
+    tokenizer_threads: int = 2
+    default_timeout_s: float = 300.0
+    drain_seconds: float = 30.0
+    strict_dimensions: bool = False

@@ -1,0 +1,105 @@
+"""Messages to numpy and errors, and back; the one validator both carriers share.
+
+Knows shapes and bytes; knows neither carriers nor models.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from rose.errors import InvalidInput, RoseError, from_kind
+from rose.proto import rose_pb2 as pb
+
+IntArray = npt.NDArray[np.int32]
+AnyArray = npt.NDArray[np.float32] | npt.NDArray[np.int8] | npt.NDArray[np.uint8] | npt.NDArray[np.int32]
+
+_TO_NUMPY: dict[int, np.dtype] = {  # type: ignore[type-arg]
+    pb.FLOAT32: np.dtype("<f4"),
+    pb.INT8: np.dtype("i1"),
+    pb.UINT8: np.dtype("u1"),
+    pb.INT32: np.dtype("<i4"),
+}
+_FROM_KIND = {"f": pb.FLOAT32, "i1": pb.INT8, "u1": pb.UINT8, "i4": pb.INT32}
+
+
+def tensor_to_proto(array: AnyArray) -> pb.Tensor:
+    """float32, int8, uint8 or int32 array of any shape."""
+    key = array.dtype.str[1:]
+    dtype = _FROM_KIND["f" if key == "f4" else key]
+    return pb.Tensor(dtype=dtype, shape=array.shape, data=array.astype(_TO_NUMPY[dtype], copy=False).tobytes())
+
+
+def tensor_from_proto(tensor: pb.Tensor) -> AnyArray:
+    """A read-only view of the message's bytes, in the stated shape.
+
+    Raises:
+        InvalidInput: unknown dtype, or bytes that do not fill the shape.
+    """
+    dtype = _TO_NUMPY.get(tensor.dtype)
+    if dtype is None:
+        raise InvalidInput(f"tensor dtype {tensor.dtype} is not one of {sorted(_TO_NUMPY)}")
+    shape = tuple(tensor.shape)
+    if len(tensor.data) != math.prod(shape) * dtype.itemsize:
+        raise InvalidInput(f"tensor of shape {shape} and dtype {dtype} does not hold {len(tensor.data)} bytes")
+    return np.frombuffer(tensor.data, dtype=dtype).reshape(shape)
+
+
+def tokens_to_proto(sequences: list[IntArray]) -> pb.Tokens:
+    """int32 arrays, one a sequence; an empty list gives an empty message."""
+    ids = np.concatenate(sequences).astype("<i4", copy=False).tobytes() if sequences else b""
+    return pb.Tokens(ids=ids, lengths=[len(sequence) for sequence in sequences])
+
+
+def tokens_from_proto(tokens: pb.Tokens) -> list[IntArray]:
+    """The sequences, as read-only views of the message's bytes.
+
+    Raises:
+        InvalidInput: no sequence, an empty sequence, or bytes that do not fill the lengths.
+    """
+    lengths = list(tokens.lengths)
+    if not lengths:
+        raise InvalidInput("tokens hold no sequence", param="input")
+    if 0 in lengths:
+        raise InvalidInput("a sequence has no tokens", param="input", index=lengths.index(0))
+    if len(tokens.ids) != 4 * sum(lengths):
+        raise InvalidInput(
+            f"lengths add up to {sum(lengths)} ids, the message holds {len(tokens.ids)} bytes, not 4 an id",
+            param="input",
+        )
+    ids = np.frombuffer(tokens.ids, dtype="<i4")
+    ends = np.cumsum(lengths)
+    return [ids[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+
+
+def check_token_ids(sequences: list[IntArray], vocab_size: int) -> None:
+    """Raises InvalidInput naming the first id outside 0 .. vocab_size - 1, its item and its position."""
+    for index, ids in enumerate(sequences):
+        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+            position = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+            raise InvalidInput(
+                f"token id {int(ids[position])} at position {position} is outside the vocabulary 0..{vocab_size - 1}",
+                param="input",
+                index=index,
+            )
+
+
+def error_to_proto(error: RoseError) -> pb.Error:
+    message = pb.Error(kind=error.kind, message=error.message, param=error.param or "")
+    if error.index is not None:
+        message.index = error.index
+    if error.retry_after_s is not None:
+        message.retry_after_ms = max(1, round(error.retry_after_s * 1000))
+    return message
+
+
+def error_from_proto(message: pb.Error) -> RoseError:
+    return from_kind(
+        message.kind,
+        message.message,
+        param=message.param or None,
+        index=message.index if message.HasField("index") else None,
+        retry_after_s=message.retry_after_ms / 1000 if message.retry_after_ms else None,
+    )
