@@ -22,7 +22,7 @@ class ArchitectureConfig:
         position_offset: added to a token's index in its sequence to find its row in the position table
             (0 for BERT, pad_token_id + 1 for the RoBERTa family).
         causal: whether token i sees only tokens 0..i.
-        causal_source: where `causal` came from ("config.json: is_causal", "default of qwen3", ...), for the start-up print.
+        causal_source: where `causal` came from ("config.json: is_causal", "default of qwen3", ...), printed at start.
         rope_theta: rotary base, or None without rotary embedding.
         dtype: dtype the checkpoint stores or asks for ("float32", "bfloat16", "float16").
     """

@@ -9,7 +9,7 @@ from rose.kernels.add_norm import rms_norm_ref
 
 
 def rope_table(max_positions: int, head_dim: int, theta: float, device: torch.device | str = "cpu") -> Tensor:
-    """cos and sin of every position, fp32 [max_positions, head_dim]: the first half cos, the second sin (arXiv:2104.09864)."""
+    """cos then sin of every position (arXiv:2104.09864): fp32 [max_positions, head_dim], each half of it one of them."""
     inverse = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     angles = torch.arange(max_positions, dtype=torch.float32, device=device)[:, None] * inverse
     return torch.cat([angles.cos(), angles.sin()], dim=-1)

@@ -1,0 +1,58 @@
+"""What the engine asks of a model, whatever its architecture.
+
+Knows batches and output names; knows neither checkpoints nor requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from rose.attention_backends.base import AttentionSpec
+from rose.batch import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSpec:
+    """One named output of a model.
+
+    Attributes:
+        dtype: "float32", "int8" or "uint8", as it arrives on the host.
+        dimension: length of a row.
+        per_token: rows are tokens, not sequences.
+        normalized: rows have unit length; a cut vector is normalised again.
+        unavailable: why it cannot be had from this checkpoint, or None.
+    """
+
+    dtype: Literal["float32", "int8", "uint8"]
+    dimension: int
+    per_token: bool = False
+    normalized: bool = False
+    unavailable: str | None = None
+
+
+class ServedModel(Protocol):
+    """A backbone with its heads, ready to run."""
+
+    outputs: Mapping[str, OutputSpec]
+    default_output: str
+    vocab_size: int
+    num_layers: int
+
+    def attention_spec(self, device: torch.device, dtype: torch.dtype) -> AttentionSpec: ...
+
+    def __call__(self, batch: Batch, outputs: Sequence[str]) -> dict[str, Tensor]:
+        """Run the forward once and the heads that are asked for.
+
+        Args:
+            batch: with `attention` set.
+            outputs: names of `self.outputs`.
+
+        Returns:
+            name -> [B, dimension], or [T, dimension] for per-token outputs, on the batch's device, in the output's dtype.
+        """
+        ...
