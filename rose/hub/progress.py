@@ -24,7 +24,7 @@ class Silent:
     """Shows nothing: for library use and tests."""
 
     @contextmanager
-    def stage(self, title: str, total: int) -> Iterator[Advance]:  # noqa: ARG002
+    def stage(self, title: str, total: int) -> Iterator[Advance]:
         yield lambda done: None
 
 
