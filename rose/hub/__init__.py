@@ -9,9 +9,9 @@ Knows names, files and digests; knows neither what a checkpoint means nor what s
 
 from rose.hub.cache import default_cache
 from rose.hub.catalog import CATALOG, DEFAULT_MODEL, PackagedModel
+from rose.hub.names import resolve
 from rose.hub.package import verify_package
 from rose.hub.progress import Bars, Progress, Silent
-from rose.hub.resolve import resolve
 
 __all__ = [
     "CATALOG",

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "rose_pull.json"
-_ABANDONED_AFTER_S = (
-    24 * 3600.0
-)  # a pull that was killed outright leaves its staging folder for the next pull to remove
+# A pull that was killed outright leaves its staging folder for a later pull to remove.
+_ABANDONED_AFTER_S = 24 * 3600.0
 
 
 def default_cache(environ: Mapping[str, str] = os.environ) -> Path:
