@@ -6,6 +6,7 @@ Knows shapes and bytes; knows neither carriers nor models.
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from rose.proto import rose_pb2 as pb
 IntArray = npt.NDArray[np.int32]
 AnyArray = npt.NDArray[np.float32] | npt.NDArray[np.int8] | npt.NDArray[np.uint8] | npt.NDArray[np.int32]
 
-_TO_NUMPY: dict[int, np.dtype] = {  # type: ignore[type-arg]
+_TO_NUMPY: dict[int, np.dtype] = {
     pb.FLOAT32: np.dtype("<f4"),
     pb.INT8: np.dtype("i1"),
     pb.UINT8: np.dtype("u1"),
@@ -60,25 +61,31 @@ def tokens_from_proto(tokens: pb.Tokens) -> list[IntArray]:
         InvalidInput: no sequence, an empty sequence, or bytes that do not fill the lengths.
     """
     lengths = list(tokens.lengths)
+    data = tokens.ids
     if not lengths:
         raise InvalidInput("tokens hold no sequence", param="input")
     if 0 in lengths:
         raise InvalidInput("a sequence has no tokens", param="input", index=lengths.index(0))
-    if len(tokens.ids) != 4 * sum(lengths):
+    if len(data) != 4 * sum(lengths):
         raise InvalidInput(
-            f"lengths add up to {sum(lengths)} ids, the message holds {len(tokens.ids)} bytes, not 4 an id",
-            param="input",
+            f"lengths add up to {sum(lengths)} ids, the message holds {len(data)} bytes, not 4 an id", param="input"
         )
-    ids = np.frombuffer(tokens.ids, dtype="<i4")
-    ends = np.cumsum(lengths)
-    return [ids[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+    ids = np.frombuffer(data, dtype="<i4")
+    if len(lengths) == 1:
+        return [ids]
+    return [ids[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
 
 
 def check_token_ids(sequences: list[IntArray], vocab_size: int) -> None:
     """Raises InvalidInput naming the first id outside 0 .. vocab_size - 1, its item and its position."""
+    flat = sequences[0] if len(sequences) == 1 else np.concatenate(sequences)
+    # Seen as unsigned, a negative id is larger than any vocabulary: one reduction for the whole request.
+    if int(flat.view(np.uint32).max()) < vocab_size:
+        return
     for index, ids in enumerate(sequences):
-        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-            position = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+        outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if outside.size:
+            position = int(outside[0])
             raise InvalidInput(
                 f"token id {int(ids[position])} at position {position} is outside the vocabulary 0..{vocab_size - 1}",
                 param="input",

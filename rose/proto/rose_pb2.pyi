@@ -409,3 +409,125 @@ class Error(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_index", b"_index"]) -> typing.Literal["index"] | None: ...
 
 Global___Error: typing_extensions.TypeAlias = Error
+
+@typing.final
+class StatsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___StatsRequest: typing_extensions.TypeAlias = StatsRequest
+
+@typing.final
+class ServerStats(google.protobuf.message.Message):
+    """What the engine process counts about itself, for the fronts' metrics. Totals count from the start of the process."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class ErrorsTotalEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class EngineCountersEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    QUEUED_TOKENS_FIELD_NUMBER: builtins.int
+    QUEUED_REQUESTS_FIELD_NUMBER: builtins.int
+    OPEN_REQUESTS_FIELD_NUMBER: builtins.int
+    BATCHES_IN_FLIGHT_FIELD_NUMBER: builtins.int
+    CONNECTIONS_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
+    REQUESTS_TOTAL_FIELD_NUMBER: builtins.int
+    ANSWERED_TOTAL_FIELD_NUMBER: builtins.int
+    ERRORS_TOTAL_FIELD_NUMBER: builtins.int
+    BATCHES_TOTAL_FIELD_NUMBER: builtins.int
+    TOKENS_TOTAL_FIELD_NUMBER: builtins.int
+    ITEMS_TOTAL_FIELD_NUMBER: builtins.int
+    RETRIED_ITEMS_TOTAL_FIELD_NUMBER: builtins.int
+    FAILED_BATCHES_TOTAL_FIELD_NUMBER: builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: builtins.int
+    UPTIME_S_FIELD_NUMBER: builtins.int
+    ENGINE_COUNTERS_FIELD_NUMBER: builtins.int
+    queued_tokens: builtins.int
+    """admitted, in no batch yet"""
+    queued_requests: builtins.int
+    """admitted, with at least one item in no batch yet"""
+    open_requests: builtins.int
+    """admitted and not yet answered"""
+    batches_in_flight: builtins.int
+    connections: builtins.int
+    draining: builtins.bool
+    requests_total: builtins.int
+    """EMBED frames received"""
+    answered_total: builtins.int
+    """of those, answered with vectors"""
+    batches_total: builtins.int
+    tokens_total: builtins.int
+    """tokens of finished batches, padding left out"""
+    items_total: builtins.int
+    """sequences of finished batches"""
+    retried_items_total: builtins.int
+    """run again alone after a failed or non-finite batch"""
+    failed_batches_total: builtins.int
+    tokens_per_second: builtins.float
+    """recent rate while busy; 0: not known yet"""
+    uptime_s: builtins.float
+    @property
+    def errors_total(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """of those, answered with an error, by kind"""
+
+    @property
+    def engine_counters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """graph hits, captures, plain runs and the like, as the engine names them"""
+
+    def __init__(
+        self,
+        *,
+        queued_tokens: builtins.int = ...,
+        queued_requests: builtins.int = ...,
+        open_requests: builtins.int = ...,
+        batches_in_flight: builtins.int = ...,
+        connections: builtins.int = ...,
+        draining: builtins.bool = ...,
+        requests_total: builtins.int = ...,
+        answered_total: builtins.int = ...,
+        errors_total: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        batches_total: builtins.int = ...,
+        tokens_total: builtins.int = ...,
+        items_total: builtins.int = ...,
+        retried_items_total: builtins.int = ...,
+        failed_batches_total: builtins.int = ...,
+        tokens_per_second: builtins.float = ...,
+        uptime_s: builtins.float = ...,
+        engine_counters: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answered_total", b"answered_total", "batches_in_flight", b"batches_in_flight", "batches_total", b"batches_total", "connections", b"connections", "draining", b"draining", "engine_counters", b"engine_counters", "errors_total", b"errors_total", "failed_batches_total", b"failed_batches_total", "items_total", b"items_total", "open_requests", b"open_requests", "queued_requests", b"queued_requests", "queued_tokens", b"queued_tokens", "requests_total", b"requests_total", "retried_items_total", b"retried_items_total", "tokens_per_second", b"tokens_per_second", "tokens_total", b"tokens_total", "uptime_s", b"uptime_s"]) -> None: ...
+
+Global___ServerStats: typing_extensions.TypeAlias = ServerStats

@@ -1,0 +1,197 @@
+"""The asyncio client of the light link.
+
+    client = await AsyncClient.connect("unix:/run/rose.sock")
+    result = await client.embed([[101, 2023, 102]], deadline_s=1.0)
+
+Many requests share one connection. Knows token ids and messages; knows neither texts nor replicas.
+
+What happens when a connection is lost: every open request fails with Unavailable and is never sent again by itself
+(embedding twice is harmless, so callers may). The next call connects anew, once, unless the client was made with
+`reconnect=False`, and raises Unavailable if that fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+
+from rose.client.link import Link
+from rose.client.messages import (
+    MAX_ANSWER_BYTES,
+    Sequences,
+    count_tokens,
+    embed_request,
+    parse_card,
+    parse_embed,
+    parse_stats,
+)
+from rose.client.result import EmbedResult
+from rose.errors import DeadlineExceeded, Unavailable
+from rose.proto import rose_pb2 as pb
+from rose.proto.address import Address, parse_address
+from rose.proto.frames import FrameType, deadline_to_ms
+
+
+class AsyncClient:
+    """One connection to one engine process. Make it with `connect`; use it from one event loop.
+
+    Attributes:
+        address: where the server listens.
+        outstanding_tokens: tokens of this client's unanswered embed calls.
+        outstanding_requests: those calls.
+    """
+
+    def __init__(self, address: Address, *, connect_timeout_s: float, reconnect: bool, max_payload: int) -> None:
+        self.address = address
+        self.outstanding_tokens = 0
+        self.outstanding_requests = 0
+        self._connect_timeout_s = connect_timeout_s
+        self._reconnect = reconnect
+        self._max_payload = max_payload
+        self._link: Link | None = None
+        self._connecting = asyncio.Lock()
+        self._closed = False
+
+    @classmethod
+    async def connect(
+        cls,
+        address: str | Address,
+        *,
+        connect_timeout_s: float = 5.0,
+        reconnect: bool = True,
+        max_payload: int = MAX_ANSWER_BYTES,
+    ) -> AsyncClient:
+        """Open the connection.
+
+        Args:
+            address: "host:port" or "unix:/path".
+            connect_timeout_s: also used when a later call connects anew.
+            reconnect: whether calls after a lost connection connect anew.
+            max_payload: largest answer accepted, in bytes.
+
+        Raises:
+            InvalidInput: malformed address.
+            Unavailable: nothing listens there.
+        """
+        where = parse_address(address) if isinstance(address, str) else address
+        client = cls(where, connect_timeout_s=connect_timeout_s, reconnect=reconnect, max_payload=max_payload)
+        client._link = await client._dial()
+        return client
+
+    @property
+    def connected(self) -> bool:
+        return self._link is not None and self._link.closed is None
+
+    async def embed(
+        self,
+        sequences: Sequences,
+        *,
+        model: str = "",
+        outputs: Sequence[str] = (),
+        dimensions: int = 0,
+        priority: pb.Priority.ValueType = pb.ONLINE,
+        deadline_s: float | None = None,
+    ) -> EmbedResult:
+        """Run token id sequences.
+
+        Args:
+            sequences: one id list or integer array an item.
+            model: the served name, or empty for whatever is served.
+            outputs: names from the model card; empty for its default.
+            dimensions: cut float vectors to this many numbers; 0 for all.
+            priority: pb.ONLINE or pb.BULK.
+            deadline_s: seconds after which the answer is of no use; the server drops the request then.
+
+        Raises:
+            RoseError: the server's error, DeadlineExceeded, or Unavailable when the connection is lost.
+        """
+        request = embed_request(sequences, model=model, outputs=outputs, dimensions=dimensions, priority=priority)
+        return EmbedResult.from_message(await self.embed_message(request, deadline_s=deadline_s))
+
+    async def embed_message(self, request: pb.EmbedRequest, *, deadline_s: float | None = None) -> pb.EmbedResponse:
+        """The same for a message that is already made. Cancelling the task cancels the request at the server."""
+        tokens = count_tokens(request)
+        self.outstanding_tokens += tokens
+        self.outstanding_requests += 1
+        try:
+            return parse_embed(await self._call(FrameType.EMBED, request.SerializeToString(), deadline_s))
+        finally:
+            self.outstanding_tokens -= tokens
+            self.outstanding_requests -= 1
+
+    async def info(self, *, deadline_s: float | None = 10.0) -> pb.ModelCard:
+        return parse_card(await self._call(FrameType.INFO, b"", deadline_s))
+
+    async def stats(self, *, deadline_s: float | None = 10.0) -> pb.ServerStats:
+        return parse_stats(await self._call(FrameType.STATS, b"", deadline_s))
+
+    async def close(self) -> None:
+        """Close the connection; open requests fail with Unavailable."""
+        self._closed = True
+        if self._link is not None:
+            await self._link.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _call(self, kind: FrameType, payload: bytes, deadline_s: float | None) -> bytes:
+        deadline_ms = deadline_to_ms(deadline_s)
+        loop = asyncio.get_running_loop()
+        # The clock starts now: connecting and waiting for room in the socket count as well.
+        end = None if deadline_s is None else loop.time() + deadline_s
+        link = self._link
+        if link is None or not link.ready:
+            link = await self._ready_before(end)
+            deadline_ms = 0 if end is None else deadline_to_ms(max(end - loop.time(), 1e-3))
+        request_id, future = link.send(kind, payload, deadline_ms)
+        alarm = None if end is None else loop.call_at(end, link.expire, request_id)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            link.cancel(request_id)
+            raise
+        finally:
+            if alarm is not None:
+                alarm.cancel()
+
+    async def _ready_before(self, end: float | None) -> Link:
+        try:
+            async with asyncio.timeout_at(end):
+                link = await self._ready()
+                await link.writable()
+                return link
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.address} took no request before the deadline") from None
+
+    async def _ready(self) -> Link:
+        async with self._connecting:
+            if self._closed:
+                raise Unavailable("the client was closed")
+            if self._link is not None and self._link.closed is None:
+                return self._link
+            if self._link is not None and not self._reconnect:
+                raise Unavailable(f"connection to {self.address} lost, and this client does not reconnect")
+            self._link = await self._dial()
+            return self._link
+
+    async def _dial(self) -> Link:
+        loop = asyncio.get_running_loop()
+        where = self.address
+        make = lambda: Link(where, self._max_payload)  # noqa: E731
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                if where.path:
+                    _, link = await loop.create_unix_connection(make, where.path)
+                else:
+                    _, link = await loop.create_connection(make, where.host, where.port)
+        except TimeoutError:
+            raise Unavailable(f"no connection to {where} within {self._connect_timeout_s:.3g} s") from None
+        except OSError as error:
+            raise Unavailable(f"nothing listens at {where}: {error}") from None
+        return link

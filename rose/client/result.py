@@ -1,0 +1,67 @@
+"""What an embed call gives back: numpy views of the answer, by output name.
+
+Knows messages and arrays; knows no sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rose.errors import InternalError
+from rose.proto import rose_pb2 as pb
+from rose.proto.convert import AnyArray, tensor_from_proto
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where the engine process spent its time on one request.
+
+    Attributes:
+        queue_s: from arrival at the engine to the launch of its first batch, in seconds.
+        compute_s: from that launch to the last result on the host, in seconds.
+        batches: batches the request's items were spread over.
+    """
+
+    queue_s: float
+    compute_s: float
+    batches: int
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedResult:
+    """The answer to one request.
+
+    Attributes:
+        outputs: output name -> [items, dimension], or [rows, dimension] for per-token outputs; read-only.
+        splits: for per-token outputs: item i takes rows splits[i] .. splits[i + 1].
+        prompt_tokens: tokens of the request.
+    """
+
+    outputs: Mapping[str, AnyArray]
+    splits: Mapping[str, tuple[int, ...]]
+    prompt_tokens: int
+    timing: Timing
+
+    @property
+    def vectors(self) -> AnyArray:
+        """The only output, or the first that was asked for."""
+        return next(iter(self.outputs.values()))
+
+    def item(self, name: str, index: int) -> AnyArray:
+        """Rows of one item of one output: [dimension], or [tokens, dimension] for per-token outputs."""
+        splits = self.splits.get(name)
+        return self.outputs[name][index] if splits is None else self.outputs[name][splits[index] : splits[index + 1]]
+
+    @staticmethod
+    def from_message(message: pb.EmbedResponse) -> EmbedResult:
+        """Raises InternalError if the answer holds no output."""
+        if not message.outputs:
+            raise InternalError("the server's answer holds no output")
+        timing = message.timing
+        return EmbedResult(
+            outputs={output.name: tensor_from_proto(output.values) for output in message.outputs},
+            splits={output.name: tuple(output.splits) for output in message.outputs if output.splits},
+            prompt_tokens=message.prompt_tokens,
+            timing=Timing(timing.queue_us / 1e6, timing.compute_us / 1e6, timing.batches),
+        )
