@@ -1,11 +1,15 @@
 """The numbers of one architecture, under the same names whatever family the checkpoint comes from.
 
-Knows config.json; knows neither weights nor pooling.
+Knows config.json; knows neither weights nor pooling. What would change the result and is not served (other rotary
+scalings, sliding windows, relative positions, quantised weights) is refused by name instead of ignored.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from rose.config.json_file import JsonFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,3 +52,169 @@ class ArchitectureConfig:
     tie_word_embeddings: bool = True
     pad_token_id: int | None = None
     dtype: str = "float32"
+
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+
+def read_architecture(config: JsonFile, causal: bool | None = None) -> ArchitectureConfig:
+    """Read config.json.
+
+    Args:
+        causal: overrides what the file says of the attention mode.
+
+    Raises:
+        CheckpointError: a model_type or a feature that is not served, a missing key, or contradicting keys.
+    """
+    model_type = config.text("model_type")
+    reader = _READERS.get(model_type)
+    if reader is None:
+        raise config.error(f"model_type {model_type!r} is not served; there are {', '.join(_READERS)}")
+    if "quantization_config" in config:
+        method = config.child("quantization_config").text("quant_method", "of an unnamed method")
+        raise config.error(f"the weights are quantised ({method}), which is not served")
+    return reader(config, causal)
+
+
+def _read_bert(config: JsonFile, causal: bool | None) -> ArchitectureConfig:
+    """BERT and the RoBERTa family: the same blocks; RoBERTa leaves the first pad_token_id + 1 position rows unused."""
+    model_type = config.text("model_type")
+    kind = config.text("position_embedding_type", "absolute")
+    if kind != "absolute":
+        raise config.error(f"position_embedding_type {kind!r} is not served, only 'absolute'")
+    if config.flag("add_cross_attention", False):
+        raise config.error("add_cross_attention is set: decoders of an encoder-decoder pair are not served")
+    pad = config.count("pad_token_id", 0 if model_type == "bert" else 1)
+    offset = 0 if model_type == "bert" else pad + 1
+    rows = config.integer("max_position_embeddings")
+    if rows <= offset:
+        raise config.error(f"max_position_embeddings is {rows}, and the first {offset} rows are not for tokens")
+    heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
+    if hidden % heads:
+        raise config.error(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    is_causal, source = _causal(config, causal, {"is_causal": True, "is_decoder": True}, default=False)
+    return ArchitectureConfig(
+        architecture=_architecture(config, "BertModel" if model_type == "bert" else "RobertaModel"),
+        model_type=model_type,
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden,
+        num_layers=config.integer("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        intermediate_size=config.integer("intermediate_size"),
+        norm_eps=config.number("layer_norm_eps", 1e-12),
+        activation=_activation(config, "gelu"),
+        max_positions=rows - offset,
+        position_offset=offset,
+        type_vocab_size=config.count("type_vocab_size", 2),
+        causal=is_causal,
+        causal_source=source,
+        attention_bias=True,
+        tie_word_embeddings=config.flag("tie_word_embeddings", True),
+        pad_token_id=pad,
+        dtype=_dtype(config),
+    )
+
+
+def _read_qwen3(config: JsonFile, causal: bool | None) -> ArchitectureConfig:
+    heads = config.integer("num_attention_heads")
+    kv_heads = config.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise config.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    _refuse_sliding_window(config)
+    keys = {"is_causal": True, "use_bidirectional_attention": False, "is_decoder": True}
+    is_causal, source = _causal(config, causal, keys, default=config.text("model_type") == "qwen3")
+    return ArchitectureConfig(
+        architecture=_architecture(config, "Qwen3Model"),
+        model_type=config.text("model_type"),
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=config.integer("hidden_size"),
+        num_layers=config.integer("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        # The family's own default; hidden_size / num_heads would be 64 for the 0.6B model, whose heads have 128.
+        head_dim=config.integer("head_dim", 128),
+        intermediate_size=config.integer("intermediate_size"),
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        activation=_activation(config, "silu"),
+        max_positions=config.integer("max_position_embeddings"),
+        causal=is_causal,
+        causal_source=source,
+        rope_theta=_rope_theta(config),
+        attention_bias=config.flag("attention_bias", False),
+        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        pad_token_id=config.count("pad_token_id") if "pad_token_id" in config else None,
+        dtype=_dtype(config),
+    )
+
+
+_READERS: dict[str, Callable[[JsonFile, bool | None], ArchitectureConfig]] = {
+    "bert": _read_bert,
+    "roberta": _read_bert,
+    "xlm-roberta": _read_bert,
+    "camembert": _read_bert,
+    "qwen3": _read_qwen3,
+    "bidirectional_pplx_qwen3": _read_qwen3,
+}
+
+
+def _causal(config: JsonFile, asked: bool | None, keys: dict[str, bool], *, default: bool) -> tuple[bool, str]:
+    """(causal, where from). `keys` names the flags that state it, and what true means for each."""
+    said = {key: config.flag(key) == meaning for key, meaning in keys.items() if key in config}
+    if asked is not None:
+        return asked, "the caller's choice"
+    if said == {"is_decoder": False} and _architecture(config, "").endswith("ForCausalLM"):
+        # Older writers put `is_decoder: false` into every config; it only means something beside another class name.
+        said["architectures"] = True
+    if len(set(said.values())) > 1:
+        stated = ", ".join(f"{key} = {config.data[key]}" for key in said)
+        raise config.error(f"the attention mode is contradictory ({stated}); settle it with --causal or --no-causal")
+    for key, value in said.items():
+        return value, f"config.json: {key}"
+    return default, f"default of {config.text('model_type')}"
+
+
+def _architecture(config: JsonFile, default: str) -> str:
+    names = config.texts("architectures")
+    return names[0] if names else default
+
+
+def _activation(config: JsonFile, default: str) -> str:
+    name = config.text("hidden_act", default)
+    if name not in ACTIVATIONS:
+        raise config.error(f"hidden_act {name!r} is not served; there are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def _dtype(config: JsonFile) -> str:
+    name = config.text("dtype", config.text("torch_dtype", "float32"))
+    return name.removeprefix("torch.")
+
+
+def _rope_theta(config: JsonFile) -> float:
+    """`rope_theta` at the top level or, since transformers 5, in `rope_parameters`."""
+    parameters = config.child("rope_parameters")
+    for scaling in (parameters, config.child("rope_scaling")):
+        kind = scaling.text("rope_type", scaling.text("type", "default"))
+        if kind != "default":
+            raise config.error(f"rotary scaling {kind!r} is not served")
+    source = parameters if "rope_theta" in parameters else config
+    if source.number("partial_rotary_factor", 1.0) != 1.0:
+        raise config.error("partial_rotary_factor is not served for this family")
+    return source.number("rope_theta")
+
+
+def _refuse_sliding_window(config: JsonFile) -> None:
+    """A window is served as one for all layers only; a Qwen3 checkpoint that uses one has it in some layers."""
+    slides = config.flag("use_sliding_window", False) and "sliding_window" in config
+    some = config.count("max_window_layers", 0) < config.integer("num_hidden_layers")
+    if (slides and some) or "sliding_attention" in config.texts("layer_types"):
+        raise config.error("sliding-window layers are not served for this family")

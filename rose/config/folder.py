@@ -6,38 +6,30 @@ sentence_bert_config.json). Knows JSON; knows neither weights nor tokenisers.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rose.config.architecture import ArchitectureConfig
+from rose.config.architecture import ArchitectureConfig, read_architecture
+from rose.config.json_file import JsonFile
+from rose.config.sentence_transformers import (
+    DenseConfig,
+    PoolingConfig,
+    SentenceModules,
+    asked_pooling,
+    missing_pooling,
+    read_modules,
+)
+from rose.errors import CheckpointError
 
+__all__ = ["DenseConfig", "ModelFolder", "PoolingConfig", "read_model_folder"]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingConfig:
-    """How token rows become one vector.
-
-    Attributes:
-        modes: in order; several are concatenated. Names of rose.kernels.pool.PoolMode.
-        include_prompt: whether the prompt's tokens take part.
-        source: the file or flag it was read from, for the start-up print.
-    """
-
-    modes: tuple[str, ...]
-    include_prompt: bool = True
-    source: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DenseConfig:
-    """One Dense module after pooling; `folder` holds its weights (`linear.weight`, `linear.bias`)."""
-
-    folder: str
-    in_features: int
-    out_features: int
-    bias: bool
-    activation: str | None
-    residual: bool = False
+# Where sentence-transformers keeps max_seq_length and do_lower_case; the first file found counts.
+_TRANSFORMER_FILES = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +42,10 @@ class ModelFolder:
         prompts: name -> text put before the input, verbatim.
         tokenizer_sha256: digest of tokenizer.json, or None where there is none.
         dimension: length of the vector that comes out at the end.
+        quantizer: how the model's own integer form of the vector is made ("tanh_int8"), or None where it has none.
+        do_lower_case: texts are lower-cased before the tokenizer sees them.
+        subfolder: where config.json, the weights and the tokenizer lie, relative to `path`; nearly always "".
+        matryoshka_dimensions: what the model was trained to be cut to; empty where it does not say.
     """
 
     path: Path
@@ -63,16 +59,111 @@ class ModelFolder:
     similarity: str | None = None
     tokenizer_sha256: str | None = None
     dimension: int
+    quantizer: str | None = None
+    do_lower_case: bool = False
+    subfolder: str = ""
+    matryoshka_dimensions: tuple[int, ...] = ()
+
+    @property
+    def backbone_path(self) -> Path:
+        """Folder of config.json, the weights and tokenizer.json."""
+        return self.path / self.subfolder
 
 
 def read_model_folder(path: str | Path, *, pooling: str | None = None, causal: bool | None = None) -> ModelFolder:
     """Read a folder whole, or say what is missing.
 
     Args:
-        pooling: settles the pooling of a folder that does not state one ("mean", "cls", "last").
-        causal: settles the attention mode where config.json leaves it open.
+        pooling: settles the pooling of a folder that does not state one ("mean", "cls", "last"); wins over one that
+            does, and `PoolingConfig.source` then tells both.
+        causal: settles the attention mode where config.json leaves it open; wins likewise.
 
     Raises:
         CheckpointError: no config.json, an unknown architecture, malformed JSON, an unknown module type.
     """
-    raise NotImplementedError
+    root = Path(path)
+    if not root.is_dir():
+        raise CheckpointError(f"{root} is not a folder")
+    modules = read_modules(root)
+    backbone = root / modules.subfolder
+    config = JsonFile.read(backbone / "config.json")
+    architecture = read_architecture(config, causal)
+    pooled = asked_pooling(pooling, modules.pooling) if pooling is not None else modules.pooling
+    if pooled is None:
+        raise missing_pooling(root)
+    transformer = _transformer_file(backbone)
+    prompts, default_prompt, similarity = _read_prompts(root)
+    return ModelFolder(
+        path=root,
+        architecture=architecture,
+        pooling=pooled,
+        dense=modules.dense,
+        normalize=modules.normalize,
+        prompts=prompts,
+        default_prompt_name=default_prompt,
+        max_tokens=_max_tokens(architecture, transformer, backbone),
+        similarity=similarity,
+        tokenizer_sha256=_sha256(backbone / "tokenizer.json"),
+        dimension=_dimension(modules, pooled, config, architecture.hidden_size),
+        quantizer=modules.quantizer,
+        do_lower_case=transformer.flag("do_lower_case", False),
+        subfolder=modules.subfolder,
+        matryoshka_dimensions=_matryoshka(config),
+    )
+
+
+def _dimension(modules: SentenceModules, pooling: PoolingConfig, config: JsonFile, hidden_size: int) -> int:
+    """Width at the end of the chain; every module's stated width must be that of the one before."""
+    if modules.pooling_width not in (None, hidden_size):
+        raise config.error(f"hidden_size is {hidden_size}, and the pooling module takes {modules.pooling_width}")
+    width = hidden_size * len(pooling.modes)
+    for dense in modules.dense:
+        if dense.in_features != width:
+            raise config.error(f"{width} values arrive at {dense.folder}, and its in_features is {dense.in_features}")
+        width = dense.out_features
+    return width
+
+
+def _max_tokens(architecture: ArchitectureConfig, transformer: JsonFile, backbone: Path) -> int:
+    """The least of all limits. A tokenizer that states none writes 1e30, which the position limit undercuts."""
+    tokenizer = JsonFile.read_if_there(backbone / "tokenizer_config.json")
+    limits = [architecture.max_positions]
+    if "max_seq_length" in transformer:
+        limits.append(transformer.integer("max_seq_length"))
+    if "model_max_length" in tokenizer:
+        limits.append(int(min(tokenizer.number("model_max_length"), 1e12)))
+    return min(limit for limit in limits if limit > 0)
+
+
+def _transformer_file(backbone: Path) -> JsonFile:
+    for name in _TRANSFORMER_FILES:
+        if (backbone / name).exists():
+            return JsonFile.read(backbone / name)
+    return JsonFile(backbone / _TRANSFORMER_FILES[0], {})
+
+
+def _read_prompts(root: Path) -> tuple[dict[str, str], str | None, str | None]:
+    """(prompts, default_prompt_name, similarity) of config_sentence_transformers.json."""
+    config = JsonFile.read_if_there(root / "config_sentence_transformers.json")
+    kind = config.text("model_type", "SentenceTransformer")
+    if kind != "SentenceTransformer":
+        raise config.error(f"a {kind} is not served, only a SentenceTransformer")
+    written = config.child("prompts")
+    prompts = {name: written.text(name) for name in written.data if name in written}
+    default = config.text("default_prompt_name", "") or None
+    if default is not None and default not in prompts:
+        raise config.error(
+            f"default_prompt_name {default!r} is none of its prompts: {', '.join(prompts) or 'it has none'}"
+        )
+    return prompts, default, config.text("similarity_fn_name", "") or None
+
+
+def _matryoshka(config: JsonFile) -> tuple[int, ...]:
+    sizes = config.data.get("matryoshka_dimensions") or []
+    if not isinstance(sizes, list) or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise config.error(f"matryoshka_dimensions is {sizes!r}, and must be a list of whole numbers")
+    return tuple(sorted(sizes))
+
+
+def _sha256(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
