@@ -22,14 +22,16 @@ ENGINE_SIDE = (
     *("layers", "models", "convert", "engine", "select", "server"),
 )
 FRONT_SIDE = ("errors", "config", "proto", "client", "gateway")
-OUTERMOST = ("bench", "cli")  # put everything together, so they may import every room
+EVERY_ROOM = {*ENGINE_SIDE, *FRONT_SIDE, "hub"}
 
 ALLOWED: dict[str, set[str]] = {
     **{room: set(takewhile(lambda left, room=room: left != room, ENGINE_SIDE)) for room in ENGINE_SIDE},
     **{room: set(takewhile(lambda left, room=room: left != room, FRONT_SIDE)) for room in FRONT_SIDE},
     "hub": {"errors", "config"},
-    "bench": {*ENGINE_SIDE, *FRONT_SIDE, "hub"},
-    "cli": {*ENGINE_SIDE, *FRONT_SIDE, "hub", "bench"},
+    # The outermost rooms put everything together.
+    "bench": EVERY_ROOM,
+    "doctor": EVERY_ROOM,
+    "cli": {*EVERY_ROOM, "bench", "doctor"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -1,0 +1,96 @@
+"""`rose doctor`: what this machine offers, and why what is missing is missing.
+
+Knows packages, devices and backends; knows neither models nor serving.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+import rose
+
+if TYPE_CHECKING:
+    import torch
+
+# What each part of ROSE stands on, by the extra that installs it.
+_PACKAGES: dict[str, tuple[str, ...]] = {
+    "core": ("torch", "numpy", "safetensors", "tokenizers", "protobuf", "huggingface-hub"),
+    "gateway": ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "grpcio", "prometheus-client"),
+    "gpu": ("triton", "flashinfer-python", "flash-attn-4", "nvidia-cutlass-dsl", "fla-core"),
+}
+
+
+def report() -> Iterator[str]:
+    """The report, a line at a time; imports torch only when it gets to it."""
+    yield f"rose      {rose.__version__}"
+    yield f"python    {platform.python_version()} at {sys.executable}"
+    yield f"machine   {platform.platform()}, {platform.machine()}, {os.cpu_count()} logical CPUs"
+    for extra, packages in _PACKAGES.items():
+        yield f"{extra:<9} " + ", ".join(f"{name} {_version(name)}" for name in packages)
+    yield from _torch_lines()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def _torch_lines() -> Iterator[str]:
+    try:
+        import torch
+    except ImportError as error:
+        yield f"torch     cannot be imported: {error}"
+        return
+    threads = os.environ.get("OMP_NUM_THREADS")
+    source = f"OMP_NUM_THREADS={threads}" if threads else "torch's default; OMP_NUM_THREADS is not set"
+    yield f"threads   {torch.get_num_threads()} ({source})"
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            yield f"device    cuda:{index} {_cuda_facts(index)}"
+        devices.append(torch.device("cuda:0"))
+    else:
+        yield "device    cpu only: torch sees no CUDA device" + ("" if torch.version.cuda else " (a CPU build)")
+    for device in devices:
+        yield from _backend_lines(device)
+
+
+def _cuda_facts(index: int) -> str:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    memory_gib = properties.total_memory / 2**30
+    return (
+        f"{properties.name}, {memory_gib:.0f} GiB, sm_{properties.major}{properties.minor}, CUDA {torch.version.cuda}"
+    )
+
+
+def _backend_lines(device: torch.device) -> Iterator[str]:
+    """Which attention backends would serve a BGE-M3-shaped encoder on `device`, and why the others would not."""
+    import torch
+
+    from rose.attention_backends.base import AttentionSpec, available_backends
+
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    spec = AttentionSpec(
+        num_heads=16, num_kv_heads=16, head_dim=64, dtype=dtype, device=device, causal=False, scale=64**-0.5
+    )
+    found = available_backends(spec)
+    yield f"attention on {device} (16 heads of 64, {str(dtype).removeprefix('torch.')}, bidirectional, ragged)"
+    for name, backend in found.items():
+        yield f"  {name:<17} " + (f"no: {_reason(backend)}" if isinstance(backend, str) else "yes")
+
+
+def _reason(refusal: str) -> str:
+    """The reason alone: the table's first column already says which backend was refused."""
+    for lead in (" cannot be loaded: ", " does not serve this model: "):
+        if lead in refusal:
+            return refusal.partition(lead)[2]
+    return refusal
