@@ -1,0 +1,105 @@
+"""`GraphKey` and the rounding that leads to it: what two batches must share to run in one captured graph.
+
+Tokens round up in steps of 64 to 1024, then of 256 to the inflection point, above which the device takes longer than
+the launches and no graph is needed; sequences to 1 2 3 4 6 8 12 16 24 ...; the longest sequence to a power of two.
+What rounding adds becomes dummy sequences of their own. Plain Python; knows neither devices nor graphs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+SMALLEST_LENGTH_BOUND = 64
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """Shape and work of one batch, dummies included.
+
+    Attributes:
+        tokens, sequences: of the batch as the model sees it.
+        max_length: bound of its longest sequence: a power of two, or the model's limit.
+        outputs: what is computed.
+        token_types: whether token types are given.
+        padded: rounded to a bucket, so that a graph may serve it; else exactly the batch's own shape.
+    """
+
+    tokens: int
+    sequences: int
+    max_length: int
+    outputs: tuple[str, ...]
+    token_types: bool = False
+    padded: bool = False
+
+
+class Buckets:
+    """The rounding of one engine."""
+
+    def __init__(self, *, inflection_tokens: int, max_tokens: int, max_sequences: int) -> None:
+        """
+        Args:
+            inflection_tokens: batches of more tokens keep their own shape; 0 keeps all.
+            max_tokens: longest sequence of the model.
+            max_sequences: most real sequences of a batch.
+        """
+        self._tokens = [*range(64, min(1024, inflection_tokens) + 1, 64), *range(1280, inflection_tokens + 1, 256)]
+        self._bounds = _length_bounds(max_tokens)
+        # Dummies come on top of the real sequences: two steps more than the most real ones leave room for them.
+        self._sequences = _sequence_steps(2 * max_sequences)
+
+    def key(self, lengths: Sequence[int], outputs: tuple[str, ...], *, token_types: bool = False) -> GraphKey:
+        """The key of a batch of sequences of these lengths."""
+        tokens, sequences = sum(lengths), len(lengths)
+        bound = self._bounds[bisect_left(self._bounds, max(lengths))]
+        fit = self._smallest_fit(tokens, sequences, bound)
+        if fit is None:
+            return GraphKey(tokens, sequences, bound, outputs, token_types)
+        return GraphKey(*fit, bound, outputs, token_types, padded=True)
+
+    def _smallest_fit(self, tokens: int, sequences: int, bound: int) -> tuple[int, int] | None:
+        """The smallest bucket whose padding can be cut into dummies of 1 .. bound tokens each."""
+        first_sequences = bisect_left(self._sequences, sequences)
+        for bucket_tokens in self._tokens[bisect_left(self._tokens, tokens) :]:
+            padding = bucket_tokens - tokens
+            for bucket_sequences in self._sequences[first_sequences:]:
+                dummies = bucket_sequences - sequences
+                if dummies > padding:
+                    break
+                if padding <= dummies * bound:
+                    return bucket_tokens, bucket_sequences
+        return None
+
+
+def dummy_lengths(key: GraphKey, tokens: int, sequences: int) -> list[int]:
+    """Lengths of the dummy sequences that fill a batch of `tokens` in `sequences` up to `key`, as even as can be."""
+    padding, dummies = key.tokens - tokens, key.sequences - sequences
+    if dummies == 0:
+        return []
+    short, longer = divmod(padding, dummies)
+    return [short + 1] * longer + [short] * (dummies - longer)
+
+
+def _length_bounds(max_tokens: int) -> list[int]:
+    bounds = [SMALLEST_LENGTH_BOUND]
+    while bounds[-1] < max_tokens:
+        bounds.append(2 * bounds[-1])
+    return [min(bound, max_tokens) for bound in bounds]
+
+
+def _sequence_steps(at_least: int) -> list[int]:
+    def steps() -> Iterator[int]:
+        yield from (1, 2, 3)
+        power = 4
+        while True:
+            yield power
+            yield power + power // 2
+            power *= 2
+
+    found: list[int] = []
+    for step in steps():
+        found.append(step)
+        if step >= at_least:
+            return found
+    raise AssertionError("unreachable: the steps never end")

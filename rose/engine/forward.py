@@ -1,0 +1,62 @@
+"""One batch through the model: plan its attention, run it, bring the real rows to the host.
+
+Knows the model, its backend and its output specs; knows neither queues nor graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rose.attention_backends.base import AttentionBackend
+from rose.batch import Batch
+from rose.engine.buckets import GraphKey
+from rose.engine.lazy_tensor import HostArray
+from rose.engine.staging import Staged
+from rose.errors import InternalError
+from rose.models.base import OutputSpec, ServedModel
+
+
+class BatchForward:
+    """A staged batch, ready for `LazyGraphs.run`."""
+
+    def __init__(self, model: ServedModel, backend: AttentionBackend, staged: Staged) -> None:
+        self._model = model
+        self._backend = backend
+        self._staged = staged
+        self._batch: Batch
+
+    def load(self, packed: Tensor, graph_key: GraphKey | None) -> None:
+        self._batch = self._staged.batch(packed, graph_key)
+        self._batch.attention = self._backend.plan(self._batch, self._staged.slot)
+
+    def run(self) -> dict[str, Tensor]:
+        return self._model(self._batch, self._staged.key.outputs)
+
+
+def to_host(outputs: Mapping[str, Tensor], specs: Mapping[str, OutputSpec], staged: Staged) -> dict[str, HostArray]:
+    """Queue copies of the real rows into host memory of their own.
+
+    On CUDA the arrays are page-locked and filled once the stream has come this far.
+
+    Args:
+        outputs: [B, dimension] or [T, dimension] each, dummies last.
+
+    Raises:
+        InternalError: the model gave an output of another shape or dtype than it declares.
+    """
+    hosts: dict[str, HostArray] = {}
+    for name in staged.key.outputs:
+        value, spec = outputs[name], specs[name]
+        expected = (staged.key.tokens if spec.per_token else staged.key.sequences, spec.dimension)
+        if tuple(value.shape) != expected or value.dtype is not getattr(torch, spec.dtype):
+            raise InternalError(
+                f"output {name!r} came as {value.dtype} {tuple(value.shape)}; declared is {spec.dtype} {expected}"
+            )
+        rows = value[: staged.tokens if spec.per_token else staged.rows]
+        host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
+        host.copy_(rows, non_blocking=True)
+        hosts[name] = host.numpy()
+    return hosts

@@ -1,0 +1,126 @@
+"""A request that still has sequences waiting, and the work a batch takes from it.
+
+Ids lie flat in one array with their boundaries beside them, so that taking any number of sequences is one slice.
+Knows numpy; knows neither order nor budgets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from rose.engine.request import Item, Priority, Request
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive sequences of one request.
+
+    Attributes:
+        first: index of the first sequence in its request.
+        lengths: tokens of each sequence.
+        ids: [sum(lengths)] int32.
+        token_types: the same shape, or None for all zero.
+    """
+
+    request_id: int
+    first: int
+    lengths: list[int]
+    ids: IntArray
+    token_types: IntArray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one batch consists of: runs in batch order, and the outputs they ask for."""
+
+    runs: list[Run]
+    outputs: tuple[str, ...]
+    tokens: int
+    sequences: int
+
+    @property
+    def lengths(self) -> list[int]:
+        return [length for run in self.runs for length in run.lengths]
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        return tuple(
+            Item(run.request_id, index) for run in self.runs for index in range(run.first, run.first + len(run.lengths))
+        )
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """One request in the queue.
+
+    Attributes:
+        serial: order of arrival, never reused.
+        turn: place in the round; smaller is served earlier.
+        single: somebody waits for this one query, so batches stay small enough to answer it soon.
+        ends: [sequences + 1], ends[i] .. ends[i + 1] are the ids of sequence i.
+        next: index of the first sequence that waits.
+    """
+
+    id: int
+    serial: int
+    turn: int
+    priority: Priority
+    outputs: tuple[str, ...]
+    alone: bool
+    single: bool
+    deadline: float | None
+    lengths: list[int]
+    ids: IntArray
+    token_types: IntArray | None
+    next: int = 0
+    closed: bool = False
+    ends: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ends = list(accumulate(self.lengths, initial=0))
+
+    @staticmethod
+    def of(request: Request, lengths: list[int], serial: int, *, single: bool) -> OpenRequest:
+        types = request.token_types
+        return OpenRequest(
+            id=request.id,
+            serial=serial,
+            turn=serial,
+            priority=request.priority,
+            outputs=request.outputs,
+            alone=request.alone,
+            single=single,
+            deadline=request.deadline,
+            lengths=lengths,
+            ids=_flat(request.sequences),
+            token_types=None if types is None else _flat(types),
+        )
+
+    @property
+    def sequences_left(self) -> int:
+        return len(self.lengths) - self.next
+
+    @property
+    def tokens_left(self) -> int:
+        return self.ends[-1] - self.ends[self.next]
+
+    def take(self, stop: int) -> Run:
+        """The waiting sequences before index `stop`, which then no longer wait."""
+        first, begin, end = self.next, self.ends[self.next], self.ends[stop]
+        self.next = stop
+        types = None if self.token_types is None else self.token_types[begin:end]
+        return Run(self.id, first, self.lengths[first:stop], self.ids[begin:end], types)
+
+    def release(self) -> None:
+        """Let go of the ids: a closed request may stay in a queue a while."""
+        self.ids, self.token_types = self.ids[:0], None
+
+
+def _flat(arrays: list[IntArray]) -> IntArray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

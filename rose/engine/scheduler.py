@@ -1,0 +1,259 @@
+"""Which waiting sequences make up the next batch.
+
+First come, first served among equals, in rounds: every open request gets one part a round, so that a job of ten
+thousand sequences does not sit in front of a short query. Requests that may share a batch (same outputs) wait in one
+lane; the lane whose first request has waited longest goes next. Plain Python; knows neither devices nor models.
+
+While a single query waits, a batch holds at most `online_tokens` and a larger request gets a quarter of that a round;
+otherwise a batch holds `bulk_tokens` and a part may fill all of it, so that equal jobs end one after another, not
+all at the end. Cost a batch: O(log n) a part, whatever the size of the requests.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections import deque
+
+from rose.config import EngineConfig
+from rose.engine.open_request import OpenRequest, Run, Work
+from rose.engine.request import Priority, Request
+from rose.engine.validation import check_ids, check_request
+from rose.errors import DeadlineExceeded, RoseError
+
+# Requests looked at past the first that does not fit into what is left of a batch.
+LOOK_PAST = 8
+# While single queries wait, a larger request gets 1 / PARTS of the batch a round: up to three of them open, a query
+# that arrives still joins the very next batch.
+PARTS = 4
+# Batches class BULK may be passed over before it gets one part: it yields, but never starves.
+BULK_PATIENCE = 16
+
+
+class Lane:
+    """Requests that may share a batch, in the order of their turns."""
+
+    def __init__(self, outputs: tuple[str, ...], *, alone: bool) -> None:
+        self.outputs = outputs
+        self.alone = alone
+        self.ring: deque[OpenRequest] = deque()
+        self._closed = 0
+
+    def first(self) -> OpenRequest | None:
+        while self.ring and self.ring[0].closed:
+            self.ring.popleft()
+            self._closed -= 1
+        return self.ring[0] if self.ring else None
+
+    def pop(self) -> OpenRequest:
+        """The first request, which must be known to exist."""
+        self.first()
+        return self.ring.popleft()
+
+    def forget_one(self) -> None:
+        """One request in the ring was closed. Searching for it would cost O(n): they are swept out by the half."""
+        self._closed += 1
+        if self._closed > 64 and 2 * self._closed > len(self.ring):
+            self.ring = deque(request for request in self.ring if not request.closed)
+            self._closed = 0
+
+
+class Draft:
+    """A batch being filled."""
+
+    def __init__(self, max_tokens: int, max_sequences: int) -> None:
+        self._max_tokens = max_tokens
+        self._max_sequences = max_sequences
+        self.runs: list[Run] = []
+        self.tokens = 0
+        self.sequences = 0
+
+    @property
+    def full(self) -> bool:
+        return self.tokens >= self._max_tokens or self.sequences >= self._max_sequences
+
+    def take(self, request: OpenRequest, divisor: int) -> bool:
+        """Take one part of `request`: at most 1 / divisor of the batch, but at least one sequence if that fits.
+
+        A sequence longer than any batch is taken alone.
+
+        Returns:
+            Whether the request has had its part; False if less was left of this batch than that.
+        """
+        room, places = self._max_tokens - self.tokens, self._max_sequences - self.sequences
+        part, part_places = -(-self._max_tokens // divisor), -(-self._max_sequences // divisor)
+        first, ends = request.next, request.ends
+        stop = bisect_right(ends, ends[first] + min(room, part), lo=first) - 1
+        if stop == first and (request.lengths[first] <= room or not self.runs):
+            stop = first + 1
+        stop = min(stop, first + min(places, part_places))
+        if stop > first:
+            run = request.take(stop)
+            self.runs.append(run)
+            self.tokens += len(run.ids)
+            self.sequences += len(run.lengths)
+        return stop > first and room >= part and places >= part_places
+
+
+class Scheduler:
+    """The queue of one engine.
+
+    Attributes:
+        queued_tokens, queued_sequences: what waits, that is, was added and neither batched nor dropped.
+    """
+
+    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
+        self._config = config
+        self._vocab_size = vocab_size
+        self._open: dict[int, OpenRequest] = {}
+        self._lanes: dict[Priority, dict[tuple[tuple[str, ...], bool], Lane]] = {p: {} for p in Priority}
+        self._deadlines: list[tuple[float, int, int]] = []
+        self._serial = 0
+        self._singles = 0
+        self._bulk_passed_over = 0
+        self.queued_tokens = 0
+        self.queued_sequences = 0
+
+    @property
+    def queued_requests(self) -> int:
+        return len(self._open)
+
+    @property
+    def single_waits(self) -> bool:
+        return self._singles > 0
+
+    @property
+    def budget(self) -> int:
+        """Most tokens of the next batch."""
+        return self._config.online_tokens if self._singles else self._config.bulk_tokens
+
+    @property
+    def full(self) -> bool:
+        """Whether waiting longer could not make the next batch larger."""
+        return self.queued_tokens >= self.budget or self.queued_sequences >= self._config.max_sequences
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidInput: no sequence, an empty one, one longer than max_tokens, an id outside the vocabulary, token
+                types that do not fit, or a request id that is open already. Nothing is queued then.
+        """
+        lengths = check_request(request, self._config.max_tokens, self._open)
+        single = request.priority is Priority.ONLINE and (
+            len(lengths) == 1 or sum(lengths) <= self._config.online_tokens
+        )
+        opened = OpenRequest.of(request, lengths, self._next_serial(), single=single)
+        check_ids(opened, self._vocab_size)
+        self._open[request.id] = opened
+        self._lane_of(opened).ring.append(opened)
+        self.queued_tokens += opened.tokens_left
+        self.queued_sequences += opened.sequences_left
+        self._singles += single
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, opened.serial, request.id))
+
+    def abort(self, request_id: int) -> bool:
+        """Drop what waits of a request. Returns whether anything did."""
+        request = self._open.get(request_id)
+        if request is None:
+            return False
+        self._drop(request)
+        return True
+
+    def expire(self, now: float) -> dict[int, RoseError]:
+        """Drop every request whose deadline has passed, wherever it waits; request id -> error."""
+        expired: dict[int, RoseError] = {}
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, serial, request_id = heapq.heappop(self._deadlines)
+            request = self._open.get(request_id)
+            if request is not None and request.serial == serial:
+                expired[request_id] = DeadlineExceeded(
+                    f"the deadline passed {(now - deadline) * 1000:.0f} ms ago with {request.sequences_left} of"
+                    f" {len(request.lengths)} sequences not yet run"
+                )
+                self._drop(request)
+        return expired
+
+    def next_deadline(self) -> float | None:
+        """The earliest deadline of what waits."""
+        while self._deadlines:
+            deadline, serial, request_id = self._deadlines[0]
+            request = self._open.get(request_id)
+            if request is not None and request.serial == serial:
+                return deadline
+            heapq.heappop(self._deadlines)
+        return None
+
+    def next_batch(self) -> Work | None:
+        """The sequences to run next, or None if nothing waits. Call `expire` before."""
+        online, bulk = self._next_lane(Priority.ONLINE), self._next_lane(Priority.BULK)
+        overdue = bulk is not None and self._bulk_passed_over >= BULK_PATIENCE
+        leader = bulk if overdue or online is None else online
+        if leader is None:
+            return None
+        self._bulk_passed_over = self._bulk_passed_over + 1 if bulk is not None else 0
+        draft = Draft(self.budget, 1 if leader.alone else self._config.max_sequences)
+        if overdue or leader.alone:
+            self._fill(draft, leader, turns=1)
+        if not leader.alone:
+            for priority in Priority:
+                companions = self._lanes[priority].get((leader.outputs, False))
+                if companions is not None:
+                    self._fill(draft, companions)
+        self.queued_tokens -= draft.tokens
+        self.queued_sequences -= draft.sequences
+        return Work(draft.runs, leader.outputs, draft.tokens, draft.sequences)
+
+    def _fill(self, draft: Draft, lane: Lane, turns: int | None = None) -> None:
+        cut_short: list[OpenRequest] = []
+        while not draft.full and turns != 0 and len(cut_short) < LOOK_PAST and lane.first() is not None:
+            request = lane.pop()
+            before = draft.tokens
+            had_its_part = draft.take(request, 1 if request.single or not self._singles else PARTS)
+            if request.priority is Priority.BULK and draft.tokens > before:
+                self._bulk_passed_over = 0
+            if not request.sequences_left:
+                self._close(request)
+            elif had_its_part:
+                request.turn = self._next_serial()
+                lane.ring.append(request)
+            else:
+                cut_short.append(request)
+            turns = None if turns is None else turns - 1
+        lane.ring.extendleft(reversed(cut_short))
+
+    def _next_lane(self, priority: Priority) -> Lane | None:
+        lanes = self._lanes[priority]
+        turns = {key: first.turn for key, lane in lanes.items() if (first := lane.first()) is not None}
+        for key in lanes.keys() - turns.keys():
+            del lanes[key]
+        return lanes[min(turns, key=turns.__getitem__)] if turns else None
+
+    def _lane_of(self, request: OpenRequest) -> Lane:
+        key = (request.outputs, request.alone)
+        lanes = self._lanes[request.priority]
+        if key not in lanes:
+            lanes[key] = Lane(request.outputs, alone=request.alone)
+        return lanes[key]
+
+    def _drop(self, request: OpenRequest) -> None:
+        self.queued_tokens -= request.tokens_left
+        self.queued_sequences -= request.sequences_left
+        self._close(request)
+        self._lane_of(request).forget_one()
+
+    def _close(self, request: OpenRequest) -> None:
+        request.closed = True
+        request.release()
+        del self._open[request.id]
+        self._singles -= request.single
+        # Deadlines of closed requests stay in the heap: without this a long default deadline would keep millions.
+        if len(self._deadlines) > 64 + 2 * len(self._open):
+            serials = {opened.serial for opened in self._open.values()}
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in serials]
+            heapq.heapify(self._deadlines)
+
+    def _next_serial(self) -> int:
+        self._serial += 1
+        return self._serial

@@ -1,0 +1,90 @@
+"""What a request must be before it is queued: the last check before a device sees it.
+
+An id outside the vocabulary ends a CUDA process, and an empty sequence some kernels, so neither gets past here, whoever
+the caller is. Knows limits; knows neither queues nor models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+import numpy as np
+
+from rose.config import EngineConfig
+from rose.engine.open_request import OpenRequest
+from rose.engine.request import Request
+from rose.errors import InvalidInput, StartupError, Unsupported
+from rose.models.base import OutputSpec
+
+
+def check_engine_config(config: EngineConfig) -> None:
+    """Raises StartupError naming the first number that cannot work."""
+    least = {"online_tokens": 1, "bulk_tokens": 1, "max_sequences": 1, "max_tokens": 1, "max_in_flight": 1}
+    for name, smallest in least.items():
+        if getattr(config, name) < smallest:
+            raise StartupError(f"{name} must be at least {smallest}, not {getattr(config, name)}")
+    if config.bulk_tokens < config.online_tokens:
+        raise StartupError(f"bulk_tokens ({config.bulk_tokens}) is smaller than online_tokens ({config.online_tokens})")
+    if config.max_in_flight > 2:
+        raise StartupError(f"max_in_flight is at most 2, not {config.max_in_flight}: there are two staging buffers")
+
+
+def check_request(request: Request, max_tokens: int, open_ids: Container[int]) -> list[int]:
+    """Tokens of each sequence.
+
+    Raises:
+        InvalidInput: naming the item and the limit.
+    """
+    if request.id in open_ids:
+        raise InvalidInput(f"request id {request.id} is open already", param="id")
+    if not request.sequences:
+        raise InvalidInput("the request holds no sequence", param="input")
+    for index, ids in enumerate(request.sequences):
+        if ids.dtype != np.int32 or ids.ndim != 1:
+            raise InvalidInput(
+                f"token ids must be a flat int32 array, not {ids.dtype} of shape {ids.shape}",
+                param="input",
+                index=index,
+            )
+    lengths = [len(ids) for ids in request.sequences]
+    if min(lengths) == 0:
+        raise InvalidInput("a sequence has no tokens", param="input", index=lengths.index(0))
+    if max(lengths) > max_tokens:
+        index = next(i for i, length in enumerate(lengths) if length > max_tokens)
+        raise InvalidInput(
+            f"a sequence has {lengths[index]} tokens; this model takes at most {max_tokens}", param="input", index=index
+        )
+    if request.token_types is not None and [len(types) for types in request.token_types] != lengths:
+        raise InvalidInput("token types must have the lengths of the sequences beside them", param="token_types")
+    return lengths
+
+
+def check_ids(request: OpenRequest, vocab_size: int) -> None:
+    """Raises InvalidInput naming the first id outside 0 .. vocab_size - 1 and its item."""
+    # Seen as unsigned, a negative id is larger than any vocabulary: one pass instead of two.
+    if int(request.ids.view(np.uint32).max()) < vocab_size:
+        return
+    position = int(np.flatnonzero(request.ids.view(np.uint32) >= vocab_size)[0])
+    index = int(np.searchsorted(request.ends, position, side="right")) - 1
+    raise InvalidInput(
+        f"token id {int(request.ids[position])} at position {position - request.ends[index]} is outside the"
+        f" vocabulary 0..{vocab_size - 1}",
+        param="input",
+        index=index,
+    )
+
+
+def resolve_outputs(asked: tuple[str, ...], specs: Mapping[str, OutputSpec], default_output: str) -> tuple[str, ...]:
+    """The outputs to compute, each once and in one fixed order, so that equal requests share batches and graphs.
+
+    Raises:
+        InvalidInput: a name the model does not have.
+        Unsupported: an output this checkpoint cannot give, with the reason.
+    """
+    names = sorted(set(asked)) or [default_output]
+    for name in names:
+        if name not in specs:
+            raise InvalidInput(f"unknown output {name!r}; this model has {', '.join(specs)}", param="outputs")
+        if (reason := specs[name].unavailable) is not None:
+            raise Unsupported(f"output {name!r} is not available: {reason}", param="outputs")
+    return tuple(names)
