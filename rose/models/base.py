@@ -53,6 +53,7 @@ class ServedModel(Protocol):
             outputs: names of `self.outputs`.
 
         Returns:
-            name -> [B, dimension], or [T, dimension] for per-token outputs, on the batch's device, in the output's dtype.
+            name -> [B, dimension], or [T, dimension] for per-token outputs, on the batch's device, in the output's
+            dtype.
         """
         ...

@@ -1,0 +1,50 @@
+"""The rule tables, one per family of checkpoints.
+
+A tensor that no rule mentions keeps its name; what neither a rule nor the model knows is refused.
+"""
+
+from __future__ import annotations
+
+from rose.convert.rules import Drop, Family, Fuse, Rename
+
+BERT = Family(
+    anchor="encoder.layer.0.output.dense.weight",
+    prefixes=("", "bert.", "roberta.", "model.", "model.bert.", "model.roberta."),
+    rules=(
+        Fuse(
+            tuple(f"encoder.layer.{{n}}.attention.self.{part}.{{kind}}" for part in ("query", "key", "value")),
+            "encoder.layer.{n}.attention.self.qkv_proj.{kind}",
+        ),
+        # Names that TensorFlow gave the LayerNorm, still found in early conversions.
+        Rename("{path*}.LayerNorm.gamma", "{path*}.LayerNorm.weight"),
+        Rename("{path*}.LayerNorm.beta", "{path*}.LayerNorm.bias"),
+        Drop("embeddings.position_ids", "0, 1, 2, ...: a buffer that older versions stored"),
+        Drop("embeddings.token_type_ids", "zeros, likewise"),
+        Drop("pooler.{rest*}", "the [CLS] pooler of next-sentence prediction; no embedder reads it"),
+    ),
+    outside=(
+        Drop("cls.{rest*}", "head of masked-language modelling"),
+        Drop("lm_head.{rest*}", "the same in the RoBERTa family"),
+    ),
+    tied=("cls.predictions.decoder.weight", "embeddings.word_embeddings.weight"),
+)
+
+QWEN3 = Family(
+    anchor="layers.0.mlp.down_proj.weight",
+    prefixes=("", "model.", "language_model.", "model.language_model."),
+    rules=(
+        Fuse(
+            tuple(f"layers.{{n}}.self_attn.{part}_proj.{{kind}}" for part in ("q", "k", "v")),
+            "layers.{n}.self_attn.qkv_proj.{kind}",
+        ),
+        Fuse(
+            tuple(f"layers.{{n}}.mlp.{part}_proj.{{kind}}" for part in ("gate", "up")),
+            "layers.{n}.mlp.gate_up_proj.{kind}",
+        ),
+        Drop("{path*}.rotary_emb.inv_freq", "computed from rope_theta"),
+    ),
+    outside=(Drop("lm_head.weight", "logits over the vocabulary; an embedder needs none"),),
+    tied=("lm_head.weight", "embed_tokens.weight"),
+)
+
+FAMILIES: dict[str, Family] = {"bert": BERT, "qwen3": QWEN3}

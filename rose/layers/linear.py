@@ -1,0 +1,45 @@
+"""Linear layers over rose.kernels.linear: plain, and the gated pair of SwiGLU."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from rose.kernels.linear import linear, linear_gated, linear_partial
+from rose.layers.parameter import parameter
+
+
+class Linear(nn.Module):
+    """activation(x @ weight.T + bias). weight: [N, K], bias: [N] or None."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = False, activation: str | None = None
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.weight = parameter(out_features, in_features)
+        self.bias = parameter(out_features) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, K] -> [T, N]."""
+        return linear(x, self.weight, self.bias, self.activation)
+
+    def partial(self, x: Tensor) -> Tensor:
+        """x @ weight.T in pieces [P, T, N], for an add + norm that sums them and takes the bias too."""
+        return linear_partial(x, self.weight)
+
+    def pieces(self, x: Tensor) -> Tensor:
+        """The same with the bias already in, for a norm that takes none."""
+        return self.partial(x) if self.bias is None else self(x).unsqueeze(0)
+
+
+class GatedLinear(nn.Module):
+    """activation(x @ gate.T) * (x @ up.T). weight: [2 N, K], the N gate rows first."""
+
+    def __init__(self, in_features: int, out_features: int, activation: str) -> None:
+        super().__init__()
+        self.activation = activation
+        self.weight = parameter(2 * out_features, in_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, K] -> [T, N]."""
+        return linear_gated(x, self.weight, self.activation)

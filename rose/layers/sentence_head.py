@@ -1,0 +1,62 @@
+"""From hidden rows to one vector a sequence: pooling, the Dense chain, normalisation. All of it in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from rose.kernels.pool import Finish, PoolMode, finish, pool, pool_finish
+from rose.layers.linear import Linear
+
+# What the linear kernel has no epilogue for; the rest goes into the kernel.
+_OUTSIDE = {"tanh": torch.tanh, "sigmoid": torch.sigmoid}
+
+
+class DenseHead(nn.Module):
+    """activation(linear(x)), with the input added (through `residual` where the widths differ) if asked for.
+
+    Args:
+        activation: "tanh", "sigmoid", or one of rose.kernels.linear.activate.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, activation: str | None, residual: bool
+    ) -> None:
+        super().__init__()
+        inside = None if activation in _OUTSIDE else activation
+        self.activation = activation
+        self.linear = Linear(in_features, out_features, bias=bias, activation=inside)
+        self.adds_input = residual
+        self.residual = Linear(in_features, out_features) if residual and in_features != out_features else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, K] fp32 -> [B, N] fp32."""
+        y = self.linear(x)
+        if self.activation in _OUTSIDE:
+            y = _OUTSIDE[self.activation](y)
+        if not self.adds_input:
+            return cast(Tensor, y)
+        return cast(Tensor, y + (x if self.residual is None else self.residual(x)))
+
+
+class SentenceHead(nn.Module):
+    """Pooled rows, projected, and of unit length if `normalize`."""
+
+    def __init__(self, modes: Sequence[str], dense: Sequence[DenseHead], *, normalize: bool) -> None:
+        super().__init__()
+        self.modes = cast(Sequence[PoolMode], tuple(modes))
+        self.dense = nn.ModuleList(dense)
+        self.normalize = normalize
+
+    def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """hidden: [T, D], cu_seqlens: [B + 1] int32 -> [B, dimension] fp32."""
+        how: Finish = "l2" if self.normalize else "none"
+        if len(self.modes) == 1 and not self.dense:
+            return pool_finish(hidden, cu_seqlens, self.modes[0], how)
+        x = torch.cat([pool(hidden, cu_seqlens, mode) for mode in self.modes], dim=-1)
+        for dense in self.dense:
+            x = dense(x)
+        return finish(x, how)
