@@ -7,6 +7,7 @@ N output features, K input features, P pieces of a split-K sum, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,6 +44,9 @@ class Batch:
         max_length: upper bound of the longest sequence; inside a graph the bucket's bound, not this batch's.
         type_ids: [T] int32 token types (BERT pairs), or None for all zero.
         attention: set by the engine before the model runs.
+        key: the graph key this batch is padded to, or None for a batch that no graph will ever replay. All batches of
+            one key have the same tokens, sequences, max_length and buffers, and plans of that key reuse one set of
+            device memory (a later plan replaces the earlier one in stream order).
     """
 
     ids: Tensor
@@ -52,6 +56,7 @@ class Batch:
     max_length: int
     type_ids: Tensor | None = None
     attention: AttentionPlan | None = field(default=None, repr=False)
+    key: Hashable | None = None
 
     @property
     def num_tokens(self) -> int:

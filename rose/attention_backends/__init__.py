@@ -4,6 +4,26 @@ Every backend is imported only when asked for by name; "unsupported" is a reason
 knows neither weights nor models.
 """
 
-from rose.attention_backends.base import AttentionBackend, AttentionSpec, available_backends, load_backend
+from rose.attention_backends.base import (
+    AttentionBackend,
+    AttentionSpec,
+    KeepsPlans,
+    WarmsUp,
+    WorkspaceReport,
+    available_backends,
+    backend_names,
+    can_capture,
+    load_backend,
+)
 
-__all__ = ["AttentionBackend", "AttentionSpec", "available_backends", "load_backend"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionSpec",
+    "KeepsPlans",
+    "WarmsUp",
+    "WorkspaceReport",
+    "available_backends",
+    "backend_names",
+    "can_capture",
+    "load_backend",
+]

@@ -6,8 +6,9 @@ Knows names and reasons; imports a backend only when it is loaded.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -57,6 +58,62 @@ class AttentionBackend(Protocol):
         ...
 
 
+@runtime_checkable
+class WarmsUp(Protocol):
+    """A backend that compiles or loads something on its first use; call this before serving and before any capture."""
+
+    def warm_up(self, max_sequences: int) -> None:
+        """Run every kernel once that batches of up to `max_sequences` sequences can reach, and wait for it.
+
+        Raises:
+            StartupError: it cannot be compiled, loaded or run, with the reason.
+        """
+        ...
+
+
+@runtime_checkable
+class KeepsPlans(Protocol):
+    """A backend that holds device memory for each graph key (`Batch.key`) it has planned."""
+
+    def release(self, key: Hashable) -> None:
+        """The graph of `key` is gone: its memory may serve other keys. A key never planned is no error."""
+        ...
+
+    def workspace(self) -> WorkspaceReport:
+        """What is held now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkspaceReport:
+    """Memory of plans.
+
+    Attributes:
+        device_bytes: taken from the device.
+        used_bytes: of these, in use by some key or slot.
+        limit_bytes: device_bytes never grows beyond it.
+        pinned_bytes: page-locked host memory for staging.
+        keys: graph keys with a plan.
+        fence_waits: plans that had to wait because their slot's last copy was still queued; 0 where the engine keeps
+            its slots apart.
+    """
+
+    device_bytes: int = 0
+    used_bytes: int = 0
+    limit_bytes: int = 0
+    pinned_bytes: int = 0
+    keys: int = 0
+    fence_waits: int = 0
+
+
+def can_capture(plan: AttentionPlan) -> bool:
+    """Whether a graph may capture this plan's runs and replay them after each later plan of the same key.
+
+    A plan says so with an attribute `capturable`; one that does not is run plainly.
+    """
+    return bool(getattr(plan, "capturable", False))
+
+
 # name -> (module, class). Order is preference where nothing was measured.
 _BACKENDS: dict[str, tuple[str, str]] = {
     "triton_short": ("rose.attention_backends.triton_short", "TritonShort"),
@@ -66,32 +123,42 @@ _BACKENDS: dict[str, tuple[str, str]] = {
     "torch_sdpa": ("rose.attention_backends.torch_sdpa", "TorchSdpa"),
 }
 
+_AUTO = ("auto", ("rose.attention_backends.auto", "AutoBackend"))
+
+
+def backend_names() -> tuple[str, ...]:
+    """All backends, installed or not, in order of preference where nothing was measured."""
+    return tuple(_BACKENDS)
+
 
 def load_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
-    """Import and construct one backend for `spec`.
+    """Import and construct one backend for `spec`. "auto" is all that serve it, chosen among by load.
 
     Raises:
         StartupError: unknown name, a package that is not installed, or a spec it does not support, with the reason.
     """
-    if name not in _BACKENDS:
-        raise StartupError(f"unknown attention backend {name!r}; there are {', '.join(_BACKENDS)}")
-    module_name, class_name = _BACKENDS[name]
+    found = try_backend(name, spec)
+    if isinstance(found, str):
+        raise StartupError(f"attention backend {name} does not serve this model: {found}")
+    return found
+
+
+def try_backend(name: str, spec: AttentionSpec) -> AttentionBackend | str:
+    """As `load_backend`, with the bare reason in place of an error where it cannot serve.
+
+    Raises:
+        StartupError: unknown name; or "auto" where no backend serves.
+    """
+    if name not in _BACKENDS and name != _AUTO[0]:
+        raise StartupError(f"unknown attention backend {name!r}; there are auto, {', '.join(_BACKENDS)}")
+    module_name, class_name = _AUTO[1] if name == _AUTO[0] else _BACKENDS[name]
     try:
         backend: AttentionBackend = getattr(importlib.import_module(module_name), class_name)(spec)
     except ImportError as error:
-        raise StartupError(f"attention backend {name} cannot be loaded: {error}") from error
-    reason = backend.supports(spec)
-    if reason is not None:
-        raise StartupError(f"attention backend {name} does not serve this model: {reason}")
-    return backend
+        return f"it cannot be loaded: {error}"
+    return backend.supports(spec) or backend
 
 
 def available_backends(spec: AttentionSpec) -> dict[str, AttentionBackend | str]:
     """Every backend by name, or the reason it is left out."""
-    found: dict[str, AttentionBackend | str] = {}
-    for name in _BACKENDS:
-        try:
-            found[name] = load_backend(name, spec)
-        except StartupError as error:
-            found[name] = error.message
-    return found
+    return {name: try_backend(name, spec) for name in _BACKENDS}
