@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -18,22 +17,17 @@ import numpy as np
 from rose.attention_backends.base import AttentionBackend, KeepsPlans, WarmsUp
 from rose.config import EngineConfig
 from rose.engine.buckets import Buckets, GraphKey, dummy_lengths
-from rose.engine.estimate import Durations
 from rose.engine.execution import DoneTicket, Executor, Ticket
 from rose.engine.forward import BatchForward, to_host
 from rose.engine.graphs import LazyGraphs
 from rose.engine.lazy_tensor import HostArray, LazyTensor
 from rose.engine.open_request import Run, Work
+from rose.engine.pipeline import Pipeline
 from rose.engine.request import Request, StepResult
 from rose.engine.scheduler import Scheduler
 from rose.engine.staging import Staging
 from rose.engine.validation import check_engine_config, resolve_outputs
 from rose.models.base import ServedModel
-
-# The second batch is launched this long before the first should end: staging and launching take about 0.1 ms, and an
-# estimate is off by a few percent.
-LEAD_SECONDS = 0.3e-3
-LEAD_FRACTION = 0.1
 
 HostOutputs = Mapping[str, HostArray]
 
@@ -48,14 +42,6 @@ class EngineMetrics:
     padding_tokens: int = 0
     expired_requests: int = 0
     aborted_requests: int = 0
-    failed_batches: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    ticket: Ticket[HostOutputs]
-    key: GraphKey
-    launched_at: float
 
 
 class Engine:
@@ -103,8 +89,7 @@ class Engine:
         )
         self._scheduler = Scheduler(config, model.vocab_size)
         self._staging = Staging(pin=executor.device.type == "cuda", slots=config.max_in_flight)
-        self._durations = Durations()
-        self._in_flight: deque[_InFlight] = deque()
+        self._pipeline = Pipeline(config.max_in_flight, clock)
         self._slot = 0
         self.metrics = EngineMetrics()
 
@@ -115,7 +100,7 @@ class Engine:
             InvalidInput, Unsupported: naming the field, the item and the limit. Nothing is queued then.
         """
         outputs = resolve_outputs(request.outputs, self._model.outputs, self._model.default_output)
-        self._scheduler.add(request if outputs == request.outputs else replace(request, outputs=outputs))
+        self._scheduler.add(request, outputs)
 
     def abort(self, request_id: int) -> bool:
         """Drop what is not launched yet of a request, without a result; whether there was any.
@@ -134,13 +119,12 @@ class Engine:
             flight already and are to be ignored. Empty: nothing to do now, see `wake_at`.
         """
         now = self._clock()
-        self._retire()
         results = []
         if dropped := self._scheduler.expire(now):
             self.metrics.expired_requests += len(dropped)
             results.append(StepResult(dropped=dropped))
         if now >= self._launch_at() and (work := self._scheduler.next_batch()) is not None:
-            results.append(self._launched(work, now))
+            results.append(self._launched(work))
         return results
 
     @property
@@ -160,20 +144,26 @@ class Engine:
     @property
     def in_flight(self) -> int:
         """Batches launched and not finished."""
-        self._retire()
-        return len(self._in_flight)
+        return len(self._pipeline)
+
+    @property
+    def failed_batches(self) -> int:
+        """Batches, since start, whose staging or forward raised."""
+        self._pipeline.retire()
+        return self._pipeline.failed
 
     @property
     def in_flight_seconds(self) -> float:
         """Age of the oldest batch in flight; one that only grows is a stuck device. 0 if there is none."""
-        self._retire()
-        return self._clock() - self._in_flight[0].launched_at if self._in_flight else 0.0
+        return self._pipeline.oldest_seconds
 
     @property
     def expected_end(self) -> float | None:
-        """Clock time at which the oldest batch in flight should end; None if nothing runs or nothing alike ran before."""
-        self._retire()
-        return self._in_flight[0].ticket.expected_end if self._in_flight else None
+        """Clock time at which the oldest batch in flight should end.
+
+        None if nothing runs, or nothing of its size has run before.
+        """
+        return self._pipeline.expected_end
 
     @property
     def idle(self) -> bool:
@@ -188,7 +178,6 @@ class Engine:
         """
         if self.queued_requests == 0:
             return None
-        self._retire()
         due = [self._launch_at()]
         if (deadline := self._scheduler.next_deadline()) is not None:
             due.append(deadline)
@@ -216,42 +205,19 @@ class Engine:
             work = _synthetic(key)
             # Plain, capture, and one more that is a plain replay, whose time is what the estimate should learn.
             for _ in range(3 if key.padded else 1):
-                self._launch(work, key, self._clock()).wait()
-            self._in_flight[-1].ticket.result()
-            self._retire()
+                self._launch(work, key).result()
 
     def close(self) -> None:
         """Let what is in flight finish, and stop the executor. What waits is forgotten: drain first."""
         self._executor.close()
 
     def _launch_at(self) -> float:
-        """Clock time from which on the next batch may be launched; -inf: at once, inf: not before one has finished."""
-        if not self._in_flight:
-            return -math.inf
-        if len(self._in_flight) >= self._config.max_in_flight:
-            return math.inf
-        ticket, key = self._in_flight[0].ticket, self._in_flight[0].key
-        # A full batch of single queries cannot get any better. One of bulk work waits until the device needs it: a
-        # query that arrives meanwhile still goes before it.
-        if self._scheduler.full and (self._scheduler.single_waits or ticket.expected_end is None):
-            return -math.inf
-        if ticket.expected_end is None:
-            return math.inf
-        return ticket.expected_end - max(LEAD_SECONDS, LEAD_FRACTION * (self._durations.expect(key) or 0.0))
+        return self._pipeline.launch_at(full=self._scheduler.full, single_waits=self._scheduler.single_waits)
 
-    def _retire(self) -> None:
-        while self._in_flight and self._in_flight[0].ticket.ready():
-            ended = self._in_flight.popleft()
-            seconds = ended.ticket.seconds()
-            if seconds is None:
-                self.metrics.failed_batches += 1
-            else:
-                self._durations.observe(ended.key, seconds)
-
-    def _launched(self, work: Work, now: float) -> StepResult:
+    def _launched(self, work: Work) -> StepResult:
         token_types = any(run.token_types is not None for run in work.runs)
         key = self._buckets.key(work.lengths, work.outputs, token_types=token_types)
-        ticket = self._launch(work, key, now)
+        ticket = self._launch(work, key)
         self.metrics.batches += 1
         self.metrics.sequences += work.sequences
         self.metrics.tokens += work.tokens
@@ -263,22 +229,22 @@ class Engine:
             tokens=work.tokens,
         )
 
-    def _launch(self, work: Work, key: GraphKey, now: float) -> Ticket[HostOutputs]:
+    def _launch(self, work: Work, key: GraphKey) -> Ticket[HostOutputs]:
         slot = self._slot
         self._slot = (slot + 1) % self._config.max_in_flight
         try:
             staged = self._staging.write(slot, work, key)
             forward = BatchForward(self._model, self._backend, staged)
+
+            def run() -> HostOutputs:
+                return to_host(self.graphs.run(key, staged.packed, forward), self._model.outputs, staged)
+
+            ticket = self._executor.launch(run, expected_seconds=self._pipeline.expect(key))
         except Exception as error:  # noqa: BLE001  the requests of this batch must hear of it, and no others
-            self.metrics.failed_batches += 1
+            self._pipeline.failed += 1
             return DoneTicket.failed(error)
-
-        def run() -> HostOutputs:
-            return to_host(self.graphs.run(key, staged.packed, forward), self._model.outputs, staged)
-
-        ticket = self._executor.launch(run, expected_seconds=self._durations.expect(key))
         self._staging.fence(slot, ticket)
-        self._in_flight.append(_InFlight(ticket, key, now))
+        self._pipeline.push(ticket, key)
         return ticket
 
 
@@ -289,4 +255,4 @@ def _synthetic(key: GraphKey) -> Work:
         raise ValueError(f"no batch fills {key}")
     zeros = np.zeros(key.tokens, dtype=np.int32)
     run = Run(-1, 0, lengths, zeros, zeros if key.token_types else None)
-    return Work([run], key.outputs, key.tokens, key.sequences)
+    return Work([run], key.outputs)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from rose.engine.buckets import GraphKey
 
-# Weight of the newest batch: a changed clock is followed within about ten batches, one outlier moves it by a fifth.
+# Weight of the newest batch: a slower clock is followed within about ten batches, one outlier moves it by a fifth.
 NEWEST = 0.2
+# A batch this much faster than the average is believed at once: the average then stems from a first run that compiled.
+DROP = 0.5
 
 
 class Durations:
@@ -34,4 +36,6 @@ class Durations:
 
 
 def _moved(average: float | None, newest: float) -> float:
-    return newest if average is None else average + NEWEST * (newest - average)
+    if average is None or newest < DROP * average:
+        return newest
+    return average + NEWEST * (newest - average)

@@ -132,8 +132,11 @@ class Scheduler:
         """Whether waiting longer could not make the next batch larger."""
         return self.queued_tokens >= self.budget or self.queued_sequences >= self._config.max_sequences
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, outputs: tuple[str, ...]) -> None:
         """Queue a request.
+
+        Args:
+            outputs: what to compute for it; only requests with the same outputs share a batch.
 
         Raises:
             InvalidInput: no sequence, an empty one, one longer than max_tokens, an id outside the vocabulary, token
@@ -143,7 +146,7 @@ class Scheduler:
         single = request.priority is Priority.ONLINE and (
             len(lengths) == 1 or sum(lengths) <= self._config.online_tokens
         )
-        opened = OpenRequest.of(request, lengths, self._next_serial(), single=single)
+        opened = OpenRequest.of(request, outputs, lengths, self._next_serial(), single=single)
         check_ids(opened, self._vocab_size)
         self._open[request.id] = opened
         self._lane_of(opened).ring.append(opened)
@@ -203,7 +206,7 @@ class Scheduler:
                     self._fill(draft, companions)
         self.queued_tokens -= draft.tokens
         self.queued_sequences -= draft.sequences
-        return Work(draft.runs, leader.outputs, draft.tokens, draft.sequences)
+        return Work(draft.runs, leader.outputs)
 
     def _fill(self, draft: Draft, lane: Lane, turns: int | None = None) -> None:
         cut_short: list[OpenRequest] = []
