@@ -1,28 +1,44 @@
 """Linear layers: bias and activation in the epilogue, a gated pair, and split-K partial sums left for the next norm.
 
 `linear_partial` leaves its sum in P pieces so that a narrow product can fill the chip without a reduction kernel of its
-own: the add + norm that follows reads the pieces anyway.
+own: the add + norm that follows reads the pieces anyway. Few tokens go to rose/kernels/gemm.py with a tile from the
+committed table; many go to the library, with the activation as a kernel of its own.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rose.kernels.activation import activate, activate_in_place, gated_activation, gated_activation_ref
+from rose.kernels.gemm import gemm, gemm_gated
+from rose.kernels.launch import runs_triton
+from rose.kernels.tiles import Op, Tile, choose
 
-def activate(x: Tensor, activation: str | None) -> Tensor:
-    """None, "gelu" (erf), "gelu_tanh", "relu" or "silu", elementwise."""
-    if activation is None:
-        return x
-    if activation == "gelu":
-        return F.gelu(x)
-    if activation == "gelu_tanh":
-        return F.gelu(x, approximate="tanh")
-    if activation == "relu":
-        return F.relu(x)
-    if activation == "silu":
-        return F.silu(x)
-    raise ValueError(f"unknown activation {activation!r}")
+__all__ = [
+    "activate",
+    "linear",
+    "linear_gated",
+    "linear_gated_ref",
+    "linear_partial",
+    "linear_partial_ref",
+    "linear_ref",
+]
+
+ACTIVATIONS = (None, "gelu", "gelu_tanh", "relu", "silu")
+
+
+def _tile(op: Op, x: Tensor, n: int) -> Tile | None:
+    """None: the library serves this product."""
+    if not runs_triton(x) or x.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    return choose(op, n, x.shape[1], x.shape[0])
+
+
+def _check(activation: str | None) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}")
 
 
 def linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
@@ -41,7 +57,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: st
     Returns:
         [T, N] in x's dtype; the sum is kept in fp32.
     """
-    return linear_ref(x, weight, bias, activation)
+    _check(activation)
+    tile = _tile("linear", x, weight.shape[0])
+    if tile is None:
+        return activate_in_place(F.linear(x, weight, bias), activation)
+    return gemm(x, weight, bias, activation, tile, pieces=False)
 
 
 def linear_partial_ref(x: Tensor, weight: Tensor) -> Tensor:
@@ -54,12 +74,12 @@ def linear_partial(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [P, T, N]: fp32 where P > 1, x's dtype or fp32 where P = 1. To be summed in order 0..P-1 by the consumer.
     """
-    return linear_partial_ref(x, weight)
+    tile = _tile("partial", x, weight.shape[0])
+    return linear_partial_ref(x, weight) if tile is None else gemm(x, weight, None, None, tile, pieces=True)
 
 
 def linear_gated_ref(x: Tensor, weight: Tensor, activation: str = "silu") -> Tensor:
-    gate, up = F.linear(x, weight).chunk(2, dim=-1)
-    return activate(gate, activation) * up
+    return gated_activation_ref(F.linear(x, weight), activation)
 
 
 def linear_gated(x: Tensor, weight: Tensor, activation: str = "silu") -> Tensor:
@@ -72,4 +92,8 @@ def linear_gated(x: Tensor, weight: Tensor, activation: str = "silu") -> Tensor:
     Returns:
         [T, N] in x's dtype.
     """
-    return linear_gated_ref(x, weight, activation)
+    _check(activation)
+    tile = _tile("gated", x, weight.shape[0] // 2)
+    if tile is None:
+        return gated_activation(F.linear(x, weight), activation)
+    return gemm_gated(x, weight, activation, tile)

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from rose.kernels.launch import (
+    Ptr,
+    cdiv,
+    constexpr,
+    jit,
+    launch,
+    next_power_of_2,
+    require_contiguous,
+    row_warps,
+    runs_triton,
+    tl,
+)
 
 PoolMode = Literal["cls", "mean", "last", "max", "mean_sqrt_len", "weightedmean"]
 Finish = Literal["none", "l2", "tanh_int8", "sign_bits"]
@@ -35,6 +48,182 @@ def pool_ref(hidden: Tensor, cu_seqlens: Tensor, mode: PoolMode) -> Tensor:
     return sums / divisor[:, None]
 
 
+def finish_ref(pooled: Tensor, how: Finish) -> Tensor:
+    if how == "none":
+        return pooled
+    if how == "l2":
+        # Dividing by max(norm, tiny) leaves the zero vector zero instead of NaN.
+        unit: Tensor = pooled / pooled.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        return unit
+    if how == "tanh_int8":
+        return (pooled.tanh() * 127).round().clamp(-128, 127).to(torch.int8)
+    if how == "sign_bits":
+        bits = (pooled >= 0).view(*pooled.shape[:-1], -1, 8).to(torch.uint8)
+        weights: Tensor = 2 ** torch.arange(8, device=pooled.device, dtype=torch.uint8)
+        packed: Tensor = (bits * weights).sum(-1, dtype=torch.uint8)
+        return packed
+    raise ValueError(f"unknown finish {how!r}")
+
+
+# (tokens, features) of one step of a pooling program: narrow, so that a long sequence keeps many programs busy.
+_TOKENS, _FEATURES = 64, 32
+
+
+@jit
+def _nan_max(a: Ptr, b: Ptr) -> Ptr:
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
+def _pool_columns(
+    hidden: Ptr, start: Ptr, end: Ptr, col: Ptr, mask: Ptr, D: constexpr, MODE: constexpr, BT: constexpr, BD: constexpr
+) -> Ptr:
+    """One sequence's pooled values in the columns `col`, fp32."""
+    if MODE == "cls":
+        return tl.load(hidden + start * D + col, mask=mask, other=0.0).to(tl.float32)
+    if MODE == "last":
+        return tl.load(hidden + (end - 1) * D + col, mask=mask, other=0.0).to(tl.float32)
+    token = tl.arange(0, BT)
+    if MODE == "max":
+        best = tl.full((BT, BD), float("-inf"), tl.float32)
+        for at in range(start, end, BT):
+            inside = (at + token < end)[:, None] & mask[None, :]
+            x = tl.load(hidden + (at + token)[:, None] * D + col[None, :], mask=inside, other=float("-inf"))
+            best = tl.maximum(best, x.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)
+        return tl.reduce(best, 0, _nan_max)
+    total = tl.zeros((BT, BD), tl.float32)
+    for at in range(start, end, BT):
+        inside = (at + token < end)[:, None] & mask[None, :]
+        x = tl.load(hidden + (at + token)[:, None] * D + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        if MODE == "weightedmean":
+            x = x * (at - start + token + 1).to(tl.float32)[:, None]
+        total += x
+    length = (end - start).to(tl.float32)
+    if MODE == "weightedmean":
+        length = length * (length + 1.0) / 2.0
+    elif MODE == "mean_sqrt_len":
+        length = tl.sqrt(length)
+    return tl.sum(total, 0) / length
+
+
+@jit
+def _store_finished(
+    x: Ptr, out: Ptr, row: Ptr, first: Ptr, col: Ptr, mask: Ptr, D: constexpr, BD: constexpr, HOW: constexpr
+) -> None:
+    """The last step, on the columns first .. first + BD of one row. "l2" needs them to be the whole row."""
+    if HOW == "none":
+        tl.store(out + row * D + col, x, mask=mask)
+    elif HOW == "l2":
+        norm = tl.sqrt(tl.sum(x * x, 0))
+        # The smallest normal number: dividing by it leaves the zero vector zero instead of NaN.
+        tl.store(
+            out + row * D + col, x / tl.where(norm < 1.1754943508222875e-38, 1.1754943508222875e-38, norm), mask=mask
+        )
+    elif HOW == "tanh_int8":
+        scaled = (1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)) * 127.0
+        # Adding and taking away 1.5 * 2^23 rounds to the nearest integer, halves to even, as torch.round does.
+        tl.store(out + row * D + col, ((scaled + 12582912.0) - 12582912.0).to(tl.int8), mask=mask)
+    elif HOW == "sign_bits":
+        weight = 1 << (tl.arange(0, BD) % 8)
+        bits = tl.where(x >= 0.0, weight, 0).reshape(BD // 8, 8)
+        byte = first // 8 + tl.arange(0, BD // 8)
+        tl.store(out + row * (D // 8) + byte, tl.sum(bits, 1).to(tl.uint8), mask=byte < D // 8)
+
+
+@jit
+def _pool_finish(
+    hidden: Ptr,
+    cu_seqlens: Ptr,
+    out: Ptr,
+    D: constexpr,
+    BD: constexpr,
+    BT: constexpr,
+    MODE: constexpr,
+    HOW: constexpr,
+    PDL: constexpr,
+) -> None:
+    """Program (b, d): BD features of sequence b."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    sequence = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BD
+    col = first + tl.arange(0, BD)
+    mask = col < D
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    start = tl.load(cu_seqlens + sequence).to(tl.int64)
+    end = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
+    x = _pool_columns(hidden, start, end, col, mask, D, MODE, BT, BD)
+    _store_finished(x, out, sequence, first, col, mask, D, BD, HOW)
+
+
+@jit
+def _finish(pooled: Ptr, out: Ptr, D: constexpr, BD: constexpr, HOW: constexpr, PDL: constexpr) -> None:
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BD)
+    mask = col < D
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(pooled + row * D + col, mask=mask, other=0.0).to(tl.float32)
+    _store_finished(x, out, row, 0, col, mask, D, BD, HOW)
+
+
+def _finished_like(B: int, D: int, how: Finish, device: torch.device) -> Tensor:
+    if how == "tanh_int8":
+        return torch.empty(B, D, dtype=torch.int8, device=device)
+    if how == "sign_bits":
+        return torch.empty(B, D // 8, dtype=torch.uint8, device=device)
+    return torch.empty(B, D, dtype=torch.float32, device=device)
+
+
+def _check(D: int, how: Finish) -> None:
+    if how not in get_args(Finish):
+        raise ValueError(f"unknown finish {how!r}")
+    if how == "sign_bits" and D % 8:
+        raise ValueError(f"sign_bits packs eight values to a byte: {D} features are not a multiple of 8")
+
+
+def pool_finish_triton(hidden: Tensor, cu_seqlens: Tensor, mode: PoolMode, how: Finish) -> Tensor:
+    require_contiguous(hidden=hidden, cu_seqlens=cu_seqlens)
+    if mode not in get_args(PoolMode):
+        raise ValueError(f"unknown pooling {mode!r}")
+    B, D = cu_seqlens.shape[0] - 1, hidden.shape[1]
+    _check(D, how)
+    one_token = mode in ("cls", "last")
+    if how == "l2" and not one_token:
+        # The norm needs whole rows, the sum over tokens wants them cut up: two small kernels.
+        return finish_triton(pool_finish_triton(hidden, cu_seqlens, mode, "none"), how)
+    out = _finished_like(B, D, how, hidden.device)
+    block = next_power_of_2(D) if one_token else _FEATURES
+    launch(
+        _pool_finish,
+        (B, cdiv(D, block)),
+        hidden,
+        cu_seqlens,
+        out,
+        D=D,
+        BD=max(8, block),
+        BT=_TOKENS,
+        MODE=mode,
+        HOW=how,
+        device=hidden.device,
+        warps=row_warps(D) if one_token else 4,
+    )
+    return out
+
+
+def finish_triton(pooled: Tensor, how: Finish) -> Tensor:
+    require_contiguous(pooled=pooled)
+    B, D = pooled.shape
+    _check(D, how)
+    out = _finished_like(B, D, how, pooled.device)
+    block = max(8, next_power_of_2(D))
+    launch(_finish, (B,), pooled, out, D=D, BD=block, HOW=how, device=pooled.device, warps=row_warps(D))
+    return out
+
+
 def pool(hidden: Tensor, cu_seqlens: Tensor, mode: PoolMode) -> Tensor:
     """One fp32 vector a sequence.
 
@@ -45,22 +234,9 @@ def pool(hidden: Tensor, cu_seqlens: Tensor, mode: PoolMode) -> Tensor:
     Returns:
         [B, D] fp32.
     """
+    if runs_triton(hidden):
+        return pool_finish_triton(hidden, cu_seqlens, mode, "none")
     return pool_ref(hidden, cu_seqlens, mode)
-
-
-def finish_ref(pooled: Tensor, how: Finish) -> Tensor:
-    if how == "none":
-        return pooled
-    if how == "l2":
-        # Dividing by max(norm, tiny) leaves the zero vector zero instead of NaN.
-        return pooled / pooled.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    if how == "tanh_int8":
-        return (pooled.tanh() * 127).round().clamp(-128, 127).to(torch.int8)
-    if how == "sign_bits":
-        bits = (pooled >= 0).view(*pooled.shape[:-1], -1, 8).to(torch.uint8)
-        weights = 2 ** torch.arange(8, device=pooled.device, dtype=torch.uint8)
-        return (bits * weights).sum(-1, dtype=torch.uint8)
-    raise ValueError(f"unknown finish {how!r}")
 
 
 def finish(pooled: Tensor, how: Finish) -> Tensor:
@@ -74,9 +250,13 @@ def finish(pooled: Tensor, how: Finish) -> Tensor:
     Returns:
         [B, D] fp32, [B, D] int8 or [B, D / 8] uint8.
     """
-    return finish_ref(pooled, how)
+    if how == "none":
+        return pooled
+    return (finish_triton if runs_triton(pooled) else finish_ref)(pooled, how)
 
 
 def pool_finish(hidden: Tensor, cu_seqlens: Tensor, mode: PoolMode, how: Finish) -> Tensor:
     """`finish(pool(hidden, cu_seqlens, mode), how)` in one pass."""
+    if runs_triton(hidden):
+        return pool_finish_triton(hidden, cu_seqlens, mode, how)
     return finish_ref(pool_ref(hidden, cu_seqlens, mode), how)

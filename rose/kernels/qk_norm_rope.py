@@ -6,10 +6,21 @@ import torch
 from torch import Tensor
 
 from rose.kernels.add_norm import rms_norm_ref
+from rose.kernels.launch import (
+    Ptr,
+    cdiv,
+    constexpr,
+    jit,
+    launch,
+    next_power_of_2,
+    require_contiguous,
+    runs_triton,
+    tl,
+)
 
 
 def rope_table(max_positions: int, head_dim: int, theta: float, device: torch.device | str = "cpu") -> Tensor:
-    """cos then sin of every position (arXiv:2104.09864): fp32 [max_positions, head_dim], each half of it one of them."""
+    """cos then sin of every position (arXiv:2104.09864): fp32 [max_positions, head_dim], a half each."""
     inverse = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     angles = torch.arange(max_positions, dtype=torch.float32, device=device)[:, None] * inverse
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
@@ -42,6 +53,93 @@ def qk_norm_rope_ref(
     return qkv
 
 
+@jit(do_not_specialize=["eps"])
+def _qk_norm_rope(
+    qkv: Ptr,
+    positions: Ptr,
+    table: Ptr,
+    q_weight: Ptr,
+    k_weight: Ptr,
+    eps: Ptr,
+    H: constexpr,
+    G: constexpr,
+    HEAD_DIM: constexpr,
+    HALF: constexpr,
+    HEADS: constexpr,
+    NORM: constexpr,
+    PDL: constexpr,
+) -> None:
+    """One program: HEADS neighbouring heads of one token, each as its two halves."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    col = tl.arange(0, HALF)
+    in_half = col < HEAD_DIM // 2
+    mask = (head < H + G)[:, None] & in_half[None, :]
+    if NORM:
+        is_query = (head < H)[:, None]
+        q_first = tl.load(q_weight + col, mask=in_half, other=0.0).to(tl.float32)
+        q_second = tl.load(q_weight + HEAD_DIM // 2 + col, mask=in_half, other=0.0).to(tl.float32)
+        k_first = tl.load(k_weight + col, mask=in_half, other=0.0).to(tl.float32)
+        k_second = tl.load(k_weight + HEAD_DIM // 2 + col, mask=in_half, other=0.0).to(tl.float32)
+        first_weight = tl.where(is_query, q_first[None, :], k_first[None, :])
+        second_weight = tl.where(is_query, q_second[None, :], k_second[None, :])
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    base = qkv + token.to(tl.int64) * ((H + 2 * G) * HEAD_DIM) + head[:, None] * HEAD_DIM + col[None, :]
+    first = tl.load(base, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(base + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
+    row = table + tl.load(positions + token).to(tl.int64) * HEAD_DIM + col
+    cos = tl.load(row, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(row + HEAD_DIM // 2, mask=in_half, other=0.0)[None, :]
+    if NORM:
+        squares = tl.sum(first * first + second * second, 1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        # Rounded to the stored type between norm and rotation, as the reference implementations do.
+        first = (first * scale * first_weight).to(qkv.dtype.element_ty).to(tl.float32)
+        second = (second * scale * second_weight).to(qkv.dtype.element_ty).to(tl.float32)
+    tl.store(base, (first * cos - second * sin).to(qkv.dtype.element_ty), mask=mask)
+    tl.store(base + HEAD_DIM // 2, (second * cos + first * sin).to(qkv.dtype.element_ty), mask=mask)
+
+
+def qk_norm_rope_triton(
+    qkv: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    num_heads: int,
+    num_kv_heads: int,
+) -> Tensor:
+    require_contiguous(qkv=qkv, positions=positions, table=table, q_weight=q_weight, k_weight=k_weight)
+    head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+    rotated = num_heads + num_kv_heads
+    # About 512 elements a warp: 8 heads of 128 in two warps.
+    heads = min(8, next_power_of_2(rotated))
+    norm = q_weight is not None and k_weight is not None
+    launch(
+        _qk_norm_rope,
+        (qkv.shape[0], cdiv(rotated, heads)),
+        qkv,
+        positions,
+        table,
+        q_weight if norm else table,
+        k_weight if norm else table,
+        eps,
+        H=num_heads,
+        G=num_kv_heads,
+        HEAD_DIM=head_dim,
+        HALF=next_power_of_2(head_dim // 2),
+        HEADS=heads,
+        NORM=norm,
+        device=qkv.device,
+        warps=max(1, min(4, heads * head_dim // 512)),
+    )
+    return qkv
+
+
 def qk_norm_rope(
     qkv: Tensor,
     positions: Tensor,
@@ -63,4 +161,5 @@ def qk_norm_rope(
     Returns:
         qkv itself.
     """
-    return qk_norm_rope_ref(qkv, positions, table, q_weight, k_weight, eps, num_heads, num_kv_heads)
+    run = qk_norm_rope_triton if runs_triton(qkv) else qk_norm_rope_ref
+    return run(qkv, positions, table, q_weight, k_weight, eps, num_heads, num_kv_heads)

@@ -1,0 +1,101 @@
+"""Timing and reporting shared by the benchmarks of this folder: CUDA graphs, events, medians, JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Measured on an H200 (see benchmarks/README): the ceilings behind every floor.
+BYTES_PER_US = 4.21e6
+FLOPS_PER_US = 784e6
+
+
+def floor_us(bytes_moved: float, flops: float) -> float:
+    return max(bytes_moved / BYTES_PER_US, flops / FLOPS_PER_US)
+
+
+def capture(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Two plain runs on a side stream (compilation, workspaces), then one captured run."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph, out
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, repeats: int = 40, warmup: int = 5) -> float:
+    """Median device time of one replay."""
+    for _ in range(warmup):
+        graph.replay()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in events:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events) * 1e3
+
+
+def graph_us(run: Callable[[], Any], repeats: int = 40) -> float:
+    """Median device time of `run` in a graph of its own."""
+    graph, _ = capture(run)
+    return replay_us(graph, repeats)
+
+
+class Report:
+    """Rows printed as they come and rewritten to one JSON file after every row; a failing section loses only itself."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+        self.machine = machine()
+
+    def row(self, **values: Any) -> None:
+        rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in values.items()}
+        self.rows.append(rounded)
+        print("  ".join(f"{k}={v}" for k, v in rounded.items()), flush=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps({"machine": self.machine, "rows": self.rows}, indent=1))
+
+    def section(self, name: str, run: Callable[[], None]) -> None:
+        began = time.perf_counter()
+        try:
+            run()
+        except Exception as error:
+            traceback.print_exc()
+            self.row(section=name, error=f"{type(error).__name__}: {error}"[:400])
+        print(f"-- {name}: {time.perf_counter() - began:.1f} s", flush=True)
+
+
+def machine() -> dict[str, str]:
+    import triton
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit.stdout.strip() or "unknown",
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def out_argument(name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path(), help=f"folder for {name}")
+    return parser

@@ -1,0 +1,208 @@
+"""Attention within packed sequences for short ones: one program a block of queries and a head.
+
+Made for sequences of up to a few hundred tokens, where launch and wait are most of the time and dependent launch pays;
+longer ones are right too (keys are walked through in blocks with a running softmax). The grid comes from tokens and
+sequences, never from the longest length: each program finds its sequence in cu_seqlens itself.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from rose.kernels.launch import Ptr, constexpr, jit, launch, next_power_of_2, require_contiguous, runs_triton, tl
+
+# Keys times head dim of one block: what one program holds of K, and again of V, at a time.
+_BLOCK_ELEMENTS = 16384
+_LOG2_E = 1.4426950408889634
+
+
+def short_attention_ref(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, causal: bool, scale: float
+) -> Tensor:
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    group = q.shape[1] // k.shape[1]
+    bounds = cu_seqlens.tolist()
+    for start, end in pairwise(bounds):
+        queries = q[start:end].float().transpose(0, 1)
+        keys, values = (x[start:end].float().transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
+        scores = queries @ keys.transpose(1, 2) * scale
+        if causal:
+            n = end - start
+            future = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(future, -torch.inf)
+        out[start:end] = (scores.softmax(-1) @ values).transpose(0, 1).to(q.dtype)
+    return out
+
+
+@jit
+def _sequence_of(cu_seqlens: Ptr, program: Ptr, B: Ptr, BM: constexpr, CHUNK: constexpr) -> Ptr:
+    """The sequence whose block of BM queries this program takes.
+
+    Sequence b's blocks start at program cu_seqlens[b] // BM + b: room for all of them whatever the lengths, and some
+    programs without work. The numbers grow with b, so counting those that are not beyond `program` finds b.
+    """
+    count = 0
+    for first in range(0, B, CHUNK):
+        b = first + tl.arange(0, CHUNK)
+        begin = tl.load(cu_seqlens + b, mask=b < B, other=0) // BM + b
+        count += tl.sum(((begin <= program) & (b < B)).to(tl.int32), 0)
+    return count - 1
+
+
+@jit
+def _scores(
+    q: Ptr, k_base: Ptr, k_row: Ptr, query: Ptr, key: Ptr, length: Ptr, col: Ptr, scale: Ptr, CAUSAL: constexpr
+) -> Ptr:
+    """q @ k.T * scale for one block of keys; -inf where a key is not to be seen."""
+    k = tl.load(k_base + key.to(tl.int64)[None, :] * k_row + col[:, None], mask=(key < length)[None, :], other=0.0)
+    scores = tl.dot(q, k, input_precision="ieee") * scale
+    seen = (key < length)[None, :]
+    if CAUSAL:
+        seen = seen & (key[None, :] <= query[:, None])
+    return tl.where(seen, scores, float("-inf"))
+
+
+@jit(do_not_specialize=["B", "scale"])
+def _short_attention(
+    q: Ptr,
+    k: Ptr,
+    v: Ptr,
+    out: Ptr,
+    cu_seqlens: Ptr,
+    B: Ptr,
+    scale: Ptr,
+    q_row: Ptr,
+    q_head: Ptr,
+    k_row: Ptr,
+    k_head: Ptr,
+    v_row: Ptr,
+    v_head: Ptr,
+    H: constexpr,
+    GROUP: constexpr,
+    HEAD_DIM: constexpr,
+    BM: constexpr,
+    BN: constexpr,
+    CHUNK: constexpr,
+    CAUSAL: constexpr,
+    ONE_BLOCK: constexpr,
+    PDL: constexpr,
+) -> None:
+    """Program (i, h): head h of a block of BM queries. ONE_BLOCK: no sequence is longer than BN."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    program = tl.program_id(0)
+    head = tl.program_id(1)
+    sequence = _sequence_of(cu_seqlens, program, B, BM, CHUNK)
+    start = tl.load(cu_seqlens + sequence)
+    length = tl.load(cu_seqlens + sequence + 1) - start
+    query = (program - start // BM - sequence) * BM + tl.arange(0, BM)
+    if (program - start // BM - sequence) * BM < length:
+        col = tl.arange(0, HEAD_DIM)
+        key = tl.arange(0, BN)
+        row = start.to(tl.int64)
+        k_base = k + row * k_row + (head // GROUP) * k_head
+        v_base = v + row * v_row + (head // GROUP) * v_head
+        in_query = (query < length)[:, None]
+        q_at = q + (row + query)[:, None] * q_row + head * q_head + col[None, :]
+        q_block = tl.load(q_at, mask=in_query, other=0.0)
+        # The first block by itself: for a short sequence it is all, and needs no running maximum.
+        v_block = tl.load(
+            v_base + key.to(tl.int64)[:, None] * v_row + col[None, :], mask=(key < length)[:, None], other=0.0
+        )
+        scores = _scores(q_block, k_base, k_row, query, key, length, col, scale, CAUSAL)
+        top = tl.max(scores, 1)
+        p = tl.exp2(scores - top[:, None])
+        total = tl.sum(p, 1)
+        acc = tl.dot(p.to(v_block.dtype), v_block, input_precision="ieee")
+        if not ONE_BLOCK:
+            last = length
+            if CAUSAL:
+                last = tl.minimum(length, (program - start // BM - sequence) * BM + BM)
+            for first in range(BN, last, BN):
+                keys = first + key
+                scores = _scores(q_block, k_base, k_row, query, keys, length, col, scale, CAUSAL)
+                new_top = tl.maximum(top, tl.max(scores, 1))
+                shrink = tl.exp2(top - new_top)
+                p = tl.exp2(scores - new_top[:, None])
+                total = total * shrink + tl.sum(p, 1)
+                v_block = tl.load(
+                    v_base + keys.to(tl.int64)[:, None] * v_row + col[None, :],
+                    mask=(keys < length)[:, None],
+                    other=0.0,
+                )
+                acc = tl.dot(p.to(v_block.dtype), v_block, acc * shrink[:, None], input_precision="ieee")
+                top = new_top
+        out_at = out + ((row + query)[:, None] * H + head) * HEAD_DIM + col[None, :]
+        tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=in_query)
+
+
+def short_attention_triton(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, causal: bool, scale: float
+) -> Tensor:
+    T, H, head_dim = q.shape
+    G = k.shape[1]
+    if head_dim != next_power_of_2(head_dim) or not 16 <= head_dim <= 256:
+        raise ValueError(f"head dim must be a power of two from 16 to 256; it is {head_dim}")
+    if H % G or v.shape != k.shape or k.shape[0] != T:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not belong together")
+    if any(x.stride(-1) != 1 for x in (q, k, v)):
+        raise ValueError("q, k and v must be contiguous along the head dim")
+    require_contiguous(cu_seqlens=cu_seqlens)
+    B = cu_seqlens.shape[0] - 1
+    out = torch.empty(T, H, head_dim, dtype=q.dtype, device=q.device)
+    bn = min(max(16, next_power_of_2(max_length)), max(64, _BLOCK_ELEMENTS // head_dim))
+    # Few tokens: small blocks, so that more programs share the work of one short sequence.
+    bm = 16 if T * H <= 2048 else 32 if T <= 512 or head_dim == 256 else 64
+    launch(
+        _short_attention,
+        (T // bm + B, H),
+        q,
+        k,
+        v,
+        out,
+        cu_seqlens,
+        B,
+        scale * _LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        H=H,
+        GROUP=H // G,
+        HEAD_DIM=head_dim,
+        BM=bm,
+        BN=bn,
+        CHUNK=min(1024, max(16, next_power_of_2(B))),
+        CAUSAL=causal,
+        ONE_BLOCK=max_length <= bn,
+        device=q.device,
+        warps=4 if bn * head_dim < _BLOCK_ELEMENTS or bm < 64 else 8,
+        stages=2,
+    )
+    return out
+
+
+def short_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, causal: bool, scale: float
+) -> Tensor:
+    """softmax(q @ k.T * scale) @ v within each sequence.
+
+    Args:
+        q: [T, H, head_dim]; k, v: [T, G, head_dim], H a multiple of G: query head h uses key head h // (H // G).
+            Views of one packed tensor are fine as long as the last axis is contiguous.
+        cu_seqlens: [B + 1] int32. Rows past cu_seqlens[-1] are neither read nor written.
+        max_length: no sequence is longer. Host side, so that it can be a graph's bound.
+        causal: a token sees itself and the tokens before it.
+        scale: usually head_dim ** -0.5.
+
+    Returns:
+        [T, H, head_dim], contiguous, in q's dtype; softmax in fp32. On a GPU the rows past cu_seqlens[-1] are not set.
+    """
+    run = short_attention_triton if runs_triton(q) else short_attention_ref
+    return run(q, k, v, cu_seqlens, max_length, causal, scale)

@@ -1,0 +1,98 @@
+"""Which tile a product gets: a committed table of measured choices, and a rule for shapes that are not in it.
+
+Knows shapes; measures nothing while serving. A choice depends on the shape of the weight and on the bucket of the token
+count only, so that split-K counts, and with them the last bits of a sum, are the same for all batches of one graph key.
+`benchmarks/kernels/tune_gemm.py` writes the table.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+Op = Literal["linear", "partial", "gated"]
+
+BUCKETS = (16, 32, 64, 128, 192, 256, 512, 1024)
+_TABLE = Path(__file__).with_name("tiles.json")
+# Streaming multiprocessors of an H100 or H200: what one wave of programs should fill.
+_SMS = 132
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How one product is cut up.
+
+    Attributes:
+        bm, bn, bk: tokens, output features and input features of a tile.
+        split: pieces the input features are split into.
+        warps, stages: warps a program, depth of the software pipeline.
+        prefetch: ask for all the weights of a program before the wait for the kernel before it.
+        tma: load through the copy engine (descriptors) instead of through registers and `cp.async`.
+    """
+
+    bm: int
+    bn: int
+    bk: int
+    split: int
+    warps: int
+    stages: int
+    prefetch: bool = False
+    tma: bool = False
+
+
+def bucket(tokens: int) -> int | None:
+    """The smallest bucket that holds `tokens`; None above the largest."""
+    return next((b for b in BUCKETS if tokens <= b), None)
+
+
+@cache
+def _table() -> dict[str, dict[str, list[int] | None]]:
+    loaded: dict[str, dict[str, list[int] | None]] = json.loads(_TABLE.read_text())
+    return loaded
+
+
+def tile_from_row(row: list[int]) -> Tile:
+    bm, bn, bk, split, warps, stages, prefetch, tma = row
+    return Tile(bm, bn, bk, split, warps, stages, bool(prefetch), bool(tma))
+
+
+def row_from_tile(tile: Tile) -> list[int]:
+    return [tile.bm, tile.bn, tile.bk, tile.split, tile.warps, tile.stages, int(tile.prefetch), int(tile.tma)]
+
+
+def key(op: Op, n: int, k: int) -> str:
+    return f"{op}:{n}x{k}"
+
+
+@cache
+def choose(op: Op, n: int, k: int, tokens: int) -> Tile | None:
+    """The tile for a [tokens, k] x [n, k] product (`n`: outputs, of one half where gated); None: the library serves it.
+
+    The library (cuBLAS) serves more than 1024 tokens, and smaller buckets that the table says it is faster for.
+    """
+    b = bucket(tokens)
+    if b is None:
+        return None
+    rows = _table().get(key(op, n, k), {})
+    if str(b) in rows:
+        row = rows[str(b)]
+        return None if row is None else tile_from_row(row)
+    return heuristic(op, n, k, b)
+
+
+def heuristic(op: Op, n: int, k: int, b: int) -> Tile:
+    """A sane tile for any shape: fill one wave, split only where the product is left in pieces anyway."""
+    bm = min(64, b) if b <= 256 else 128
+    bn = 32 if op == "gated" or b <= 128 else 64
+    while bn > 16 and bn >= 2 * n:
+        bn //= 2
+    bk = 64 if k >= 64 else max(16, 1 << (k - 1).bit_length())
+    split = 1
+    if op == "partial":
+        programs = -(-b // bm) * -(-n // bn)
+        while split < 8 and programs * split * 2 <= 2 * _SMS and k >= 256 * split:
+            split *= 2
+    return Tile(bm, bn, bk, split, 4, 4)

@@ -1,0 +1,167 @@
+"""Products at odd shapes against fp64, every activation, split counts, the gated pair, and the tile table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rose.kernels import activation, linear, tiles
+from rose.kernels.gemm import gemm, gemm_gated
+from rose.kernels.tiles import Tile
+
+SHAPES = [(1, 16, 16), (5, 24, 40), (37, 50, 100), (64, 32, 64), (70, 129, 33)]  # T, N, K
+TILE = Tile(16, 16, 32, 1, 4, 3)
+ACTIVATIONS = {
+    None: lambda x: x,
+    "gelu": lambda x: 0.5 * x * (1 + torch.erf(x / 2**0.5)),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
+    "relu": lambda x: x.clamp_min(0),
+    "silu": lambda x: x * torch.sigmoid(x),
+}
+
+
+def product(x, weight):
+    return x.double() @ weight.double().T
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_linear(place, close, shape, with_bias):
+    T, N, K = shape
+    x, weight, bias = place.randn(T, K), place.randn(N, K), place.randn(N) if with_bias else None
+    expected = product(x, weight) + (0 if bias is None else bias.double())
+    close(gemm(x, weight, bias, None, TILE, pieces=False), expected)
+    close(linear.linear_ref(x, weight, bias), expected)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(place, close, name):
+    x, weight, bias = place.randn(37, 100), place.randn(50, 100, scale=0.2), place.randn(50)
+    expected = ACTIVATIONS[name](product(x, weight) + bias.double())
+    close(gemm(x, weight, bias, name, TILE, pieces=False), expected)
+    close(linear.linear_ref(x, weight, bias, name), expected, factor=2)
+
+
+@pytest.mark.parametrize("name", [n for n in ACTIVATIONS if n])
+def test_activation_kernels(place, close, name):
+    x = place.randn(7, 2 * 1111, scale=3)
+    gate, up = x.double().chunk(2, -1)
+    close(activation.gated_activation_triton(x, name), ACTIVATIONS[name](gate) * up)
+    changed = x.clone()
+    out = activation.activate_in_place_triton(changed, name)
+    assert out.data_ptr() == changed.data_ptr()
+    close(out, ACTIVATIONS[name](x.double()))
+
+
+def test_activations_far_from_zero(place):
+    """Finite in, finite out; not-a-number stays what it is instead of turning into a plausible value."""
+    x = torch.tensor([[-1e4, -60.0, -12.0, 0.0, 12.0, 1e4, float("nan")]], device=place.device, dtype=place.dtype)
+    for name, expected in ACTIVATIONS.items():
+        if name is not None:
+            out = activation.activate_in_place_triton(x.clone(), name)[0]
+            assert torch.isfinite(out[:-1]).all(), name
+            torch.testing.assert_close(out[:-1].double(), expected(x[0, :-1].double()), rtol=1e-2, atol=1e-6)
+            assert torch.isnan(out[-1]), name
+
+
+@pytest.mark.parametrize(("split", "k"), [(2, 128), (3, 100), (4, 64), (8, 40)])
+def test_split_products(place, close, split, k):
+    """Pieces sum to the product, also where the last ones are short or empty."""
+    x, weight = place.randn(37, k), place.randn(50, k)
+    out = gemm(x, weight, None, None, dataclasses.replace(TILE, split=split), pieces=True)
+    assert out.shape == (split, 37, 50)
+    assert out.dtype == torch.float32
+    close(out.double().sum(0), product(x, weight))
+
+
+def test_one_piece_is_the_product_in_the_models_dtype(place, close):
+    x, weight = place.randn(5, 64), place.randn(24, 64)
+    out = gemm(x, weight, None, None, TILE, pieces=True)
+    assert out.shape == (1, 5, 24)
+    assert out.dtype == place.dtype
+    close(out[0], product(x, weight))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gated(place, close, shape):
+    T, N, K = shape
+    x, weight = place.randn(T, K), place.randn(2 * N, K, scale=K**-0.5)
+    gate, up = product(x, weight).chunk(2, -1)
+    close(gemm_gated(x, weight, "silu", TILE), F.silu(gate) * up)
+    close(linear.linear_gated_ref(x, weight), F.silu(gate) * up, factor=2)
+
+
+def test_a_rows_value_does_not_depend_on_its_place(place):
+    """The same row gives the same bits in any tile row and with any neighbours."""
+    if place.device.type == "cpu":
+        pytest.skip("the interpreter multiplies through NumPy, whose last bits depend on the row")
+    x, weight = place.randn(40, 100), place.randn(50, 100)
+    tile = dataclasses.replace(TILE, split=2)
+    whole = gemm(x, weight, None, None, tile, pieces=True)
+    turned = gemm(x.roll(7, 0), weight, None, None, tile, pieces=True)
+    assert torch.equal(whole.roll(7, 1), turned)
+
+
+def test_rows_past_the_tokens_are_not_touched(place):
+    """Memory right behind x and out holds NaN: it is neither summed nor overwritten."""
+    behind = torch.full((48, 64), float("nan"), device=place.device, dtype=place.dtype)
+    behind[:33] = place.randn(33, 64)
+    out = gemm(behind[:33], place.randn(24, 64), None, None, TILE, pieces=False)
+    assert torch.isfinite(out).all()
+
+
+def test_public_functions(place, close):
+    """Whatever serves a shape on this device, the numbers are those of the reference."""
+    for T in (1, 100, 1500):
+        if place.device.type == "cpu" and T > 100:
+            continue
+        x, w, b = place.randn(T, 128), place.randn(96, 128, scale=0.1), place.randn(96)
+        close(linear.linear(x, w, b, "gelu"), ACTIVATIONS["gelu"](product(x, w) + b.double()), factor=2)
+        close(linear.linear_partial(x, w).double().sum(0), product(x, w))
+        gate, up = product(x, w).chunk(2, -1)
+        close(linear.linear_gated(x, w), F.silu(gate) * up, factor=2)
+
+
+def test_epilogue_of_a_split_product_is_refused(place):
+    with pytest.raises(ValueError, match="no epilogue"):
+        gemm(place.randn(4, 64), place.randn(16, 64), None, "gelu", dataclasses.replace(TILE, split=2), pieces=True)
+
+
+def test_unknown_activation_is_refused():
+    with pytest.raises(ValueError, match="unknown activation 'swish'"):
+        linear.linear(torch.ones(1, 2), torch.ones(1, 2), None, "swish")
+
+
+def test_table_holds_only_launchable_tiles():
+    for name, rows in json.loads(tiles._TABLE.read_text()).items():
+        op = name.split(":")[0]
+        assert op in ("linear", "partial", "gated")
+        for bucket, row in rows.items():
+            assert int(bucket) in tiles.BUCKETS
+            if row is not None:
+                tile = tiles.tile_from_row(row)
+                assert tiles.row_from_tile(tile) == row
+                assert tile.split == 1 or op == "partial"
+                assert min(tile.bm, tile.bn, tile.bk) >= 16
+
+
+@pytest.mark.parametrize("op", ["linear", "partial", "gated"])
+def test_choice_is_the_same_inside_a_bucket(op):
+    for low, high in zip((0, *tiles.BUCKETS), tiles.BUCKETS, strict=False):
+        choices = {tiles.choose(op, 1024, 1024, tokens) for tokens in range(low + 1, high + 1)}
+        assert len(choices) == 1
+    assert tiles.choose(op, 1024, 1024, tiles.BUCKETS[-1] + 1) is None
+
+
+@pytest.mark.parametrize("bucket", tiles.BUCKETS)
+@pytest.mark.parametrize(("n", "k"), [(8, 8), (100, 30), (384, 1536), (1024, 4096), (151936, 1024), (4096, 12288)])
+def test_heuristic_gives_launchable_tiles(bucket, n, k):
+    for op in ("linear", "partial", "gated"):
+        tile = tiles.heuristic(op, n, k, bucket)
+        assert min(tile.bm, tile.bn, tile.bk) >= 16
+        assert tile.split == 1 or op == "partial"
+        assert tile.stages * (tile.bm + 2 * tile.bn) * tile.bk * 2 <= 227 * 1024
