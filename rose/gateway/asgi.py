@@ -1,0 +1,160 @@
+"""One HTTP request and one answer, as thin as ASGI allows: headers, a bounded body, a watch for callers who leave.
+
+Knows bytes and headers; knows neither JSON nor routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from rose.errors import Cancelled, InvalidInput, PayloadTooLarge
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+T = TypeVar("T")
+
+# A body that stops coming must not hold a request, and with it a drain, open for ever.
+BODY_TIMEOUT_S = 60.0
+# A refused body is still read up to this many times the limit, so that the caller reads an answer, not a reset.
+DISCARD_FACTOR = 4
+REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+CLOSE = (b"connection", b"close")
+
+
+class ClientGone(Cancelled):
+    """The caller left: there is nobody to answer."""
+
+
+@dataclass(slots=True)
+class Reply:
+    """Status, body and extra headers; content-length is added when it is sent."""
+
+    status: int
+    body: bytes
+    headers: Headers = field(default_factory=list)
+    content_type: bytes = b"application/json"
+
+
+class Call:
+    """One HTTP request.
+
+    Attributes:
+        id: the caller's X-Request-Id where it is printable and at most 128 characters, else a new one.
+        started: time.perf_counter() at arrival.
+    """
+
+    __slots__ = ("_receive", "headers", "id", "method", "path", "started")
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self.started = time.perf_counter()
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: Headers = scope["headers"]
+        self._receive = receive
+        given = self.header(b"x-request-id")
+        self.id = given if given is not None and REQUEST_ID.fullmatch(given) else os.urandom(8).hex().encode()
+
+    def elapsed(self) -> float:
+        """Seconds since arrival."""
+        return time.perf_counter() - self.started
+
+    def header(self, name: bytes) -> bytes | None:
+        """First value of a header; `name` in lower case, as ASGI servers hand them over."""
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
+
+    async def body(self, limit: int) -> bytes:
+        """The whole body.
+
+        Raises:
+            PayloadTooLarge: more than `limit` bytes, announced or sent.
+            InvalidInput: a compressed body, or one that did not arrive within a minute.
+            ClientGone: the caller left before the end of it.
+        """
+        coding = self.header(b"content-encoding")
+        if coding not in (None, b"identity", b""):
+            raise InvalidInput(f"Content-Encoding {coding!r} is not supported, send the body as it is")
+        announced = _content_length(self.header(b"content-length"))
+        if announced > limit and self.header(b"expect") is not None:
+            raise _too_large(announced, limit)  # nothing has been sent yet, so there is nothing to read away
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                return await self._read(limit, announced)
+        except TimeoutError:
+            raise InvalidInput(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+
+    async def _read(self, limit: int, announced: int) -> bytes:
+        chunks: list[bytes] = []
+        size, more = 0, True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone("the client disconnected before the end of the body")
+            chunk: bytes = message.get("body", b"")
+            more = message.get("more_body", False)
+            size += len(chunk)
+            if size <= limit:
+                chunks.append(chunk)
+            elif size > limit * DISCARD_FACTOR:
+                break
+        if size > limit:
+            raise _too_large(max(size, announced), limit)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` (after the body was read); when the caller leaves, cancel it.
+
+        Raises:
+            ClientGone: the caller left.
+        """
+        task = asyncio.current_task()
+        assert task is not None  # ASGI applications run in tasks
+        gone = False
+
+        async def watch() -> None:
+            nonlocal gone
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            gone = True
+            task.cancel()
+
+        watcher = asyncio.get_running_loop().create_task(watch())
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if not gone:
+                raise
+            task.uncancel()
+            raise ClientGone("the client disconnected before the answer") from None
+        finally:
+            watcher.cancel()
+
+
+def _content_length(value: bytes | None) -> int:
+    return int(value) if value is not None and value.isdigit() else 0
+
+
+def _too_large(size: int, limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the body has {size} bytes or more, the limit is {limit} bytes")
+
+
+async def send_reply(send: Send, reply: Reply, request_id: bytes) -> None:
+    headers = [
+        (b"content-type", reply.content_type),
+        (b"content-length", b"%d" % len(reply.body)),
+        (b"x-request-id", request_id),
+        *reply.headers,
+    ]
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    await send({"type": "http.response.body", "body": reply.body})

@@ -1,0 +1,83 @@
+"""The parts of one front, put together: replicas, tokenizer, service, HTTP application.
+
+Knows who needs whom; knows neither sockets nor signals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose.config.serving import GatewayConfig
+from rose.gateway.app import HttpFront
+from rose.gateway.embeddings import EmbeddingsRoute
+from rose.gateway.lifecycle import Lifecycle
+from rose.gateway.metrics import Metrics
+from rose.gateway.pages import Pages
+from rose.gateway.replicas import ReplicaPool
+from rose.gateway.service import EmbedService
+from rose.gateway.tokenizer import TextTokenizer
+from rose.proto import rose_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """Everything the carriers serve from."""
+
+    http: HttpFront
+    service: EmbedService
+    lifecycle: Lifecycle
+    metrics: Metrics
+    pool: ReplicaPool
+    pages: Pages
+
+
+@asynccontextmanager
+async def make_front(config: GatewayConfig, model_folder: Path) -> AsyncIterator[Front]:
+    """A front that is connecting to its replicas; leaving closes the connections.
+
+    Raises:
+        CheckpointError: the folder holds no usable tokenizer.json.
+    """
+    tokenizer = TextTokenizer(model_folder, threads=config.tokenizer_threads, inline_chars=config.inline_chars)
+    metrics, lifecycle = Metrics(), Lifecycle()
+
+    def check_card(card: pb.ModelCard, address: str) -> None:
+        tokenizer.check_same(card.tokenizer_sha256, address)
+
+    try:
+        async with ReplicaPool(config.replicas, check_card, metrics) as pool:
+            service = EmbedService(pool, tokenizer, config, metrics)
+            pages = Pages(service, lifecycle, metrics)
+            metrics.watch(
+                replicas=pool.replicas,
+                in_flight=lambda: lifecycle.in_flight,
+                tokenizer_pool=lambda: tokenizer.pool_depth,
+                ready=lambda: float(pages.readiness().ready),
+            )
+            http = http_front(service, pages, lifecycle, metrics)
+            yield Front(http, service, lifecycle, metrics, pool, pages)
+    finally:
+        tokenizer.close()
+
+
+def http_front(service: EmbedService, pages: Pages, lifecycle: Lifecycle, metrics: Metrics) -> HttpFront:
+    embeddings = EmbeddingsRoute(service, metrics)
+    return HttpFront(
+        {"/v1/embeddings": embeddings, "/embeddings": embeddings},
+        {
+            "/v1/models": pages.models,
+            "/models": pages.models,
+            "/v1/models/{model:path}": pages.model,
+            "/health": pages.health,
+            "/ready": pages.ready,
+            "/metrics": pages.metrics,
+            "/openapi.json": pages.openapi,
+            "/docs": pages.docs,
+        },
+        max_body_bytes=service.config.max_body_bytes,
+        lifecycle=lifecycle,
+        metrics=metrics,
+    )

@@ -1,0 +1,201 @@
+"""The gRPC front: rose.v1.Rose over the same service, in the same event loop, with health and reflection.
+
+Messages come in as bytes and are parsed here, so that a broken one is the caller's error (INVALID_ARGUMENT) and not an
+internal one. Knows gRPC; knows neither text processing nor replicas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from rose.errors import DeadlineExceeded, InternalError, InvalidInput, PayloadTooLarge, RoseError
+from rose.gateway.front import Front
+from rose.gateway.inputs import FIELD, Input, Tokens, check_texts
+from rose.gateway.service import EmbedJob
+from rose.proto import rose_pb2 as pb
+from rose.proto.convert import check_token_ids, error_to_proto, tensor_to_proto, tokens_from_proto
+
+log = logging.getLogger("rose.gateway")
+SERVICE = pb.DESCRIPTOR.services_by_name["Rose"].full_name
+ERROR_KEY, PROMPT_KEY = "rose-error-bin", "rose-prompt"
+# How often readiness is looked at for the health service; draining is told at once.
+HEALTH_S = 0.2
+# What a call may still need to get its bytes out once nothing is in flight.
+STOP_GRACE_S = 0.5
+Method = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
+
+
+class GrpcFront:
+    """The server: `start`, then `stop`."""
+
+    def __init__(self, front: Front, host: str, port: int) -> None:
+        self._front = front
+        limit = front.service.config.max_body_bytes
+        self._server = grpc.aio.server(
+            options=(
+                # gRPC's own 4 MiB is less than one batch of answers. Twice our limit, so that a message just over it
+                # is refused here, with the limit in words.
+                ("grpc.max_receive_message_length", 2 * limit),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", 0),
+            )
+        )
+        methods = {
+            "Embed": self._handler("Embed", self._embed),
+            "Info": self._handler("Info", self._info),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        self.port = self._server.add_insecure_port(f"{_bracketed(host)}:{port}")
+        self._follower: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self._tell(serving=False)
+        await self._server.start()
+        self._follower = asyncio.get_running_loop().create_task(self._follow())
+
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Refuse new calls, give the open ones `grace_s`, close."""
+        if self._follower is not None:
+            self._follower.cancel()
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+    async def _embed(self, raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        service = self._front.service
+        started = time.perf_counter()
+        request = self._parse(raw)
+        card = service.card_for(request.model)
+        job = EmbedJob(
+            input=_input(request, card, service.config.max_items),
+            outputs=tuple(request.outputs),
+            dimensions=request.dimensions,
+            prompt_name=request.prompt_name or None,
+            priority=request.priority,
+            deadline=_deadline(context, service.config.default_timeout_s),
+        )
+        done = await service.embed(card, job)
+        if done.prompt_name is not None:
+            context.set_trailing_metadata(((PROMPT_KEY, done.prompt_name),))
+        timing = done.result.timing
+        answer = pb.EmbedResponse(
+            outputs=[
+                pb.Output(name=name, values=tensor_to_proto(values), splits=done.result.splits.get(name, ()))
+                for name, values in done.result.outputs.items()
+            ],
+            prompt_tokens=done.tokens,
+            timing=pb.Timing(
+                queue_us=round(timing.queue_s * 1e6), compute_us=round(timing.compute_s * 1e6), batches=timing.batches
+            ),
+        ).SerializeToString()
+        log.debug("Embed of %d tokens took %.3f ms", done.tokens, (time.perf_counter() - started) * 1e3)
+        return answer
+
+    async def _info(self, raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        card = pb.ModelCard()
+        card.CopyFrom(self._front.pool.card)
+        card.max_request_items = self._front.service.config.max_items
+        return card.SerializeToString()
+
+    def _parse(self, raw: bytes) -> pb.EmbedRequest:
+        limit = self._front.service.config.max_body_bytes
+        if len(raw) > limit:
+            raise PayloadTooLarge(f"the message has {len(raw)} bytes, the limit is {limit} bytes")
+        try:
+            return pb.EmbedRequest.FromString(raw)
+        except DecodeError as error:
+            raise InvalidInput(f"the message is no EmbedRequest (texts must be valid UTF-8): {error}") from None
+
+    def _handler(self, name: str, method: Method) -> grpc.RpcMethodHandler:
+        """Counts a call, and turns every failure into the status of the error table with the Error beside it."""
+        front = self._front
+
+        async def guarded(raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            started = time.perf_counter()
+            status = "CANCELLED"
+            taken = False
+            try:
+                front.lifecycle.begin()
+                taken = True
+                answer = await method(raw, context)
+                status = "OK"
+            except asyncio.CancelledError:
+                front.metrics.cancelled.inc()
+                raise
+            except RoseError as error:
+                status = error.grpc_status
+                await _abort(context, error)
+            except Exception:
+                log.exception("%s failed", name)
+                status = InternalError.grpc_status
+                await _abort(context, InternalError("an internal error; the server's log has its cause"))
+            finally:
+                if taken:
+                    front.lifecycle.end()
+                front.metrics.finished("grpc", name, status, time.perf_counter() - started)
+            return answer
+
+        return grpc.unary_unary_rpc_method_handler(guarded)
+
+    async def _follow(self) -> None:
+        """Keep the health service true: SERVING only while the next request would be taken."""
+        told = False
+        while not self._front.lifecycle.draining:
+            serving = self._front.pages.readiness().ready
+            if serving != told:
+                await self._tell(serving=serving)
+                told = serving
+            try:
+                async with asyncio.timeout(HEALTH_S):
+                    await self._front.lifecycle.wait_drain()
+            except TimeoutError:
+                continue
+        await self._health.enter_graceful_shutdown()
+
+    async def _tell(self, *, serving: bool) -> None:
+        states = health_pb2.HealthCheckResponse
+        for name in ("", SERVICE):
+            await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
+
+
+def _input(request: pb.EmbedRequest, card: pb.ModelCard, max_items: int) -> Input:
+    match request.WhichOneof("input"):
+        case "texts":
+            return check_texts(list(request.texts.items), max_items)
+        case "tokens":
+            sequences = tokens_from_proto(request.tokens)
+            check_token_ids(sequences, card.vocab_size)
+            return Tokens(sequences)
+        case _:
+            raise InvalidInput("neither texts nor tokens were sent", param=FIELD)
+
+
+def _deadline(context: grpc.aio.ServicerContext, default_s: float) -> float:
+    left = context.time_remaining()
+    if left is not None and left <= 0:
+        raise DeadlineExceeded("the deadline passed before the request was read")
+    # gRPC tells calls without a deadline that a very long time remains.
+    return asyncio.get_running_loop().time() + (default_s if left is None else min(left, 10 * 365 * 86400.0))
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: RoseError) -> None:
+    await context.abort(
+        getattr(grpc.StatusCode, error.grpc_status),
+        error.message,
+        ((ERROR_KEY, error_to_proto(error).SerializeToString()),),
+    )
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,141 @@
+"""What the front counts: requests, stages, tokens, replicas, and the engines' own counters passed on.
+
+Gauges are read when the page is asked for, so they cannot drift from what they describe. Every label has a bounded set
+of values. Knows numbers; knows neither requests nor replicas beyond the few attributes it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rose.proto import rose_pb2 as pb
+
+# From a fifth of a millisecond (one short encode) to a minute; sixteen buckets a series.
+SECONDS = (
+    *(0.0002, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05),
+    *(0.1, 0.25, 1.0, 5.0, 20.0, 60.0),
+)
+TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536, 262144)
+
+
+class ReplicaView(Protocol):
+    """What the metrics read of a replica."""
+
+    address: str
+    outstanding_tokens: int
+    outstanding_parts: int
+    stats: pb.ServerStats | None
+
+    @property
+    def ready(self) -> bool: ...
+
+
+class Metrics:
+    """One registry a front, so that several can live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        to = self.registry
+        self.requests = Counter("rose_requests", "Finished requests.", ("carrier", "route", "status"), registry=to)
+        self._durations = Histogram(
+            "rose_request_seconds",
+            "From arrival to the answer.",
+            ("carrier", "route"),
+            buckets=SECONDS,
+            registry=to,
+        )
+        stages = Histogram(
+            "rose_stage_seconds",
+            "Stages of a request: tokenize and encode here, queue and compute in the engine.",
+            ("stage",),
+            buckets=SECONDS,
+            registry=to,
+        )
+        self.tokenize = stages.labels("tokenize")
+        self.queue = stages.labels("queue")
+        self.compute = stages.labels("compute")
+        self.encode = stages.labels("encode")
+        self.tokens = Counter("rose_tokens", "Tokens of answered requests.", registry=to)
+        self.items = Counter("rose_items", "Inputs of answered requests.", registry=to)
+        self.request_tokens = Histogram("rose_request_tokens", "Tokens of a request.", buckets=TOKENS, registry=to)
+        self.retries = Counter("rose_part_retries", "Parts sent to another replica after one failed.", registry=to)
+        self.cancelled = Counter("rose_cancelled", "Requests whose caller left before the answer.", registry=to)
+        self._in_flight = Gauge("rose_requests_in_flight", "Requests not yet answered.", registry=to)
+        self._tokenizer = Gauge("rose_tokenizer_pool_depth", "Lists of texts in the tokenizer pool.", registry=to)
+        self._ready = Gauge("rose_ready", "1 while requests are taken.", registry=to)
+        self._cached: dict[tuple[str, str, str], tuple[Counter, Histogram]] = {}
+
+    def finished(self, carrier: str, route: str, status: str, seconds: float) -> None:
+        key = (carrier, route, status)
+        found = self._cached.get(key)
+        if found is None:  # looking labels up costs more than counting
+            found = self._cached[key] = (self.requests.labels(*key), self._durations.labels(carrier, route))
+        found[0].inc()
+        found[1].observe(seconds)
+
+    def watch(
+        self,
+        *,
+        replicas: Sequence[ReplicaView],
+        in_flight: Callable[[], float],
+        tokenizer_pool: Callable[[], float],
+        ready: Callable[[], float],
+    ) -> None:
+        """Connect the gauges to what they show."""
+        self._in_flight.set_function(in_flight)
+        self._tokenizer.set_function(tokenizer_pool)
+        self._ready.set_function(ready)
+        self.registry.register(_Replicas(replicas))
+
+
+class _Replicas(Collector):
+    """Gauges per replica, and each engine's counters as it last gave them."""
+
+    def __init__(self, replicas: Sequence[ReplicaView]) -> None:
+        self._replicas = replicas
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        ready = GaugeMetricFamily("rose_replica_ready", "1 while parts are sent to it.", labels=["replica"])
+        tokens = GaugeMetricFamily("rose_replica_outstanding_tokens", "Sent, not yet answered.", labels=["replica"])
+        parts = GaugeMetricFamily("rose_replica_outstanding_parts", "Sent, not yet answered.", labels=["replica"])
+        for replica in self._replicas:
+            ready.add_metric([replica.address], float(replica.ready))
+            tokens.add_metric([replica.address], replica.outstanding_tokens)
+            parts.add_metric([replica.address], replica.outstanding_parts)
+        yield from (ready, tokens, parts)
+        yield from self._engines()
+
+    def _engines(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for replica in self._replicas:
+            if replica.stats is None:
+                continue
+            for name, kind, value, label in _flat(replica.stats):
+                family = families.get(name)
+                if family is None:
+                    labels = ["replica", *(["kind"] if label else [])]
+                    made = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
+                    family = families[name] = made(name, "As the engine process counts it.", labels=labels)
+                assert isinstance(family, (GaugeMetricFamily, CounterMetricFamily))
+                family.add_metric([replica.address, *([label] if label else [])], value)
+        yield from families.values()
+
+
+def _flat(stats: pb.ServerStats) -> Iterator[tuple[str, str, float, str]]:
+    """Name, kind, value and extra label of every number in the message; fields ending in _total are counters."""
+    for field in stats.DESCRIPTOR.fields:
+        value = getattr(stats, field.name)
+        name = "rose_engine_" + field.name.removesuffix("_total")
+        if isinstance(value, Mapping):  # errors by kind, and whatever the engine itself counts
+            for label, number in value.items():
+                yield name, "counter", float(number), label
+        else:
+            yield name, "counter" if field.name.endswith("_total") else "gauge", float(value), ""

@@ -1,0 +1,142 @@
+"""The OpenAPI 3.1 document, made from the msgspec types and the error table.
+
+Knows types and routes; knows no state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+import rose
+from rose.config.serving import GatewayConfig
+from rose.errors import WIRE_ERRORS, Cancelled
+from rose.gateway.schemas import (
+    EmbeddingRequest,
+    EmbeddingResponse,
+    ErrorResponse,
+    Liveness,
+    Model,
+    ModelList,
+    Readiness,
+)
+
+_TYPES = (EmbeddingRequest, EmbeddingResponse, ErrorResponse, Liveness, Model, ModelList, Readiness)
+_TITLE = "ROSE"
+_ABOUT = """\
+Embeddings over HTTP, in the OpenAI dialect. Unknown request fields are ignored. Every error has the same shape:
+`{"error": {"message", "type", "param", "code", "index"}}`.
+
+Every answer carries `X-Request-Id` (yours, if you send one); answers of model routes carry `Server-Timing` with the
+milliseconds of tokenize, queue, compute and encode.
+"""
+_EXAMPLE = {"input": ["where does the river meet the sea?", "south of the old lighthouse"], "encoding_format": "float"}
+_REQUEST_HEADERS = [
+    {
+        "name": "X-Request-Id",
+        "in": "header",
+        "schema": {"type": "string", "maxLength": 128},
+        "description": "Printable ASCII without blanks; comes back with the answer and stands in the log.",
+    },
+    {
+        "name": "X-Request-Timeout-Ms",
+        "in": "header",
+        "schema": {"type": "integer", "minimum": 1},
+        "description": "Milliseconds after which the answer is of no use; work on it stops then.",
+    },
+]
+
+
+def openapi_document(config: GatewayConfig) -> dict[str, Any]:
+    """The whole document, with this front's limits in it."""
+    _, components = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": _TITLE, "version": rose.__version__, "description": _ABOUT},
+        "paths": {
+            **{path: {"post": _embeddings(config)} for path in ("/v1/embeddings", "/embeddings")},
+            **{path: {"get": _models()} for path in ("/v1/models", "/models")},
+            "/v1/models/{model}": {"get": _model()},
+            "/health": {"get": _page("The process is alive", Liveness, "state")},
+            "/ready": {"get": _ready()},
+            "/metrics": {"get": _text("Prometheus metrics", "text/plain", "state")},
+            "/openapi.json": {"get": _text("This document", "application/json", "documents")},
+            "/docs": {"get": _text("This document as a page to try things on", "text/html", "documents")},
+        },
+        "components": {"schemas": components},
+    }
+
+
+def error_responses(statuses: set[int] | None = None) -> dict[str, Any]:
+    """Status -> response, from the one error table; a caller who left is never answered."""
+    kinds: dict[int, list[str]] = {}
+    for error in WIRE_ERRORS:
+        if error is not Cancelled:
+            kinds.setdefault(error.http_status, []).append(error.kind)
+    return {
+        str(status): {
+            "description": "code: " + " or ".join(names),
+            "content": {"application/json": {"schema": _ref(ErrorResponse)}},
+            **({"headers": {"Retry-After": _retry_after()}} if status in (429, 503) else {}),
+        }
+        for status, names in sorted(kinds.items())
+        if statuses is None or status in statuses
+    }
+
+
+def _embeddings(config: GatewayConfig) -> dict[str, Any]:
+    return {
+        "tags": ["embeddings"],
+        "summary": "Vectors for texts or token ids",
+        "description": f"At most {config.max_items} inputs and {config.max_body_bytes} bytes a request. "
+        "data[i] belongs to input i. An input longer than the model takes is refused, unless `truncate` is set.",
+        "parameters": _REQUEST_HEADERS,
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": _ref(EmbeddingRequest), "example": _EXAMPLE}},
+        },
+        "responses": {"200": _ok("One vector an input, in order", EmbeddingResponse), **error_responses()},
+    }
+
+
+def _models() -> dict[str, Any]:
+    return _page("What is served, with its limits and prompts", ModelList, "models")
+
+
+def _model() -> dict[str, Any]:
+    page = _page("One served model", Model, "models")
+    page["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    page["responses"] |= error_responses({404, 503})
+    return page
+
+
+def _ready() -> dict[str, Any]:
+    page = _page("The next request would be taken", Readiness, "state")
+    page["responses"]["503"] = _ok("It would not: no replica is ready, or the server is draining", Readiness)
+    return page
+
+
+def _page(summary: str, kind: type, tag: str) -> dict[str, Any]:
+    return {"tags": [tag], "summary": summary, "responses": {"200": _ok(summary, kind)}}
+
+
+def _text(summary: str, media_type: str, tag: str) -> dict[str, Any]:
+    content = {media_type: {"schema": {"type": "object" if media_type.endswith("json") else "string"}}}
+    return {
+        "tags": [tag],
+        "summary": summary,
+        "responses": {"200": {"description": summary, "content": content}},
+    }
+
+
+def _ok(description: str, kind: type) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": _ref(kind)}}}
+
+
+def _ref(kind: type) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}
+
+
+def _retry_after() -> dict[str, Any]:
+    return {"description": "Seconds after which trying again makes sense.", "schema": {"type": "integer"}}

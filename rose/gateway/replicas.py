@@ -1,0 +1,200 @@
+"""The engine processes behind a front: who is ready, who takes the next part, what happens when one fails.
+
+    parts -> least outstanding tokens -> light link -> rejoined in order
+
+A part whose replica goes away is sent elsewhere within the request's deadline. Knows token ids and addresses; knows
+neither text nor the carriers in front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rose.client import EmbedResult
+from rose.errors import DeadlineExceeded, Overloaded, RoseError, Unavailable
+from rose.gateway.metrics import Metrics
+from rose.gateway.parts import Part, at_item, check_answer, cut_parts, join
+from rose.gateway.replica import CheckCard, Replica
+from rose.proto import rose_pb2 as pb
+from rose.proto.convert import IntArray
+
+# An engine runs two batches at once; a third part on its way keeps it from waiting for us, more would only queue there.
+PARTS_PER_REPLICA = 3
+# Below this a request is not spread over idle replicas: a batch of so few tokens does not get faster by halving it.
+SPREAD_TOKENS = 4096
+
+
+class ReplicaPool:
+    """All replicas of one model.
+
+    Args:
+        addresses: light-link addresses.
+        check_card: refuses a replica this front cannot serve (raises RoseError).
+    """
+
+    def __init__(self, addresses: Sequence[str], check_card: CheckCard, metrics: Metrics) -> None:
+        self.replicas = [Replica(address, self._check) for address in addresses]
+        self._check_card = check_card
+        self._metrics = metrics
+        self._card: pb.ModelCard | None = None
+        self._turn = 0
+
+    async def __aenter__(self) -> ReplicaPool:
+        for replica in self.replicas:
+            replica.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.gather(*(replica.close() for replica in self.replicas))
+
+    @property
+    def card(self) -> pb.ModelCard:
+        """What is served: the card of the first replica that was accepted.
+
+        Raises:
+            Unavailable: no replica has been, yet.
+        """
+        if self._card is None:
+            raise Unavailable(f"no replica has come up yet: {self._reasons()}", retry_after_s=1.0)
+        return self._card
+
+    @property
+    def ready(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.ready]
+
+    def require_ready(self) -> list[Replica]:
+        """The ready replicas. Raises Unavailable, with every replica's reason, if there is none."""
+        ready = self.ready
+        if not ready:
+            raise Unavailable(f"no replica is ready: {self._reasons()}", retry_after_s=1.0)
+        return ready
+
+    async def embed(
+        self,
+        sequences: Sequence[IntArray],
+        *,
+        outputs: Sequence[str] = (),
+        dimensions: int = 0,
+        priority: pb.Priority.ValueType = pb.ONLINE,
+        deadline: float,
+    ) -> EmbedResult:
+        """Run sequences, whatever their number, and give their rows back in order.
+
+        Args:
+            deadline: loop.time() after which nobody wants the answer.
+
+        Raises:
+            RoseError: of the first part that failed for good; its index counts from the request's first item.
+        """
+        job = _Job(tuple(outputs), dimensions, priority, deadline)
+        ready = self.require_ready()
+        parts = self._cut(sequences, ready)
+        if len(parts) == 1:
+            return await self._run(parts[0], job)
+        answers: list[EmbedResult | None] = [None] * len(parts)
+        waiting = iter(enumerate(parts))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(len(parts), PARTS_PER_REPLICA * len(ready))):
+                    group.create_task(self._work(waiting, job, answers))
+        except* RoseError as failed:
+            raise _first(failed) from None
+        return join([answer for answer in answers if answer is not None])
+
+    async def refresh_stats(self, timeout_s: float) -> None:
+        """Ask every ready replica for its counters, for the metrics page."""
+        await asyncio.gather(*(replica.refresh_stats(timeout_s) for replica in self.ready))
+
+    async def _work(self, waiting: Iterator[tuple[int, Part]], job: _Job, answers: list[EmbedResult | None]) -> None:
+        for index, part in waiting:
+            answers[index] = await self._run(part, job)
+
+    async def _run(self, part: Part, job: _Job) -> EmbedResult:
+        """One part, on one replica after another until one answers."""
+        tried: list[Replica] = []
+        failed: RoseError | None = None
+        while True:
+            replica = self._choose(tried)
+            if replica is None:
+                raise failed or Unavailable(f"no replica is ready: {self._reasons()}", retry_after_s=1.0)
+            left = job.deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                raise failed or DeadlineExceeded("the deadline passed before the request could be sent to a replica")
+            if failed is not None:
+                self._metrics.retries.inc()
+            tried.append(replica)
+            try:
+                answer = await replica.embed(
+                    part.sequences, part.tokens, outputs=job.outputs, dimensions=job.dimensions,
+                    priority=job.priority, deadline_s=left,
+                )  # fmt: skip
+                check_answer(part, answer)
+            except (Unavailable, Overloaded) as error:
+                failed = error
+            except RoseError as error:
+                raise at_item(error, part.start) from None
+            else:
+                return answer
+
+    def _choose(self, tried: Sequence[Replica]) -> Replica | None:
+        """Least outstanding tokens; among equals each in turn."""
+        candidates = [replica for replica in self.replicas if replica.ready and replica not in tried]
+        if len(candidates) < 2:
+            return candidates[0] if candidates else None
+        self._turn += 1
+        turn = self._turn % len(candidates)
+        return min(candidates[turn:] + candidates[:turn], key=lambda replica: replica.outstanding_tokens)
+
+    def _cut(self, sequences: Sequence[IntArray], ready: Sequence[Replica]) -> list[Part]:
+        max_tokens = min(replica.limits.max_batch_tokens for replica in ready)
+        max_items = min(replica.limits.max_request_items for replica in ready)
+        if len(ready) > 1 and len(sequences) > 1:
+            total = sum(len(sequence) for sequence in sequences)
+            max_tokens = min(max_tokens, max(SPREAD_TOKENS, math.ceil(total / len(ready))))
+        return cut_parts(sequences, max_tokens, max_items)
+
+    def _check(self, card: pb.ModelCard, address: str) -> None:
+        """The first accepted card is what this front serves; the others must serve the same."""
+        self._check_card(card, address)
+        if self._card is None:
+            self._card = card
+            return
+        if _identity(card) != _identity(self._card):
+            raise Unavailable(f"{address} serves {_identity(card)}, this front serves {_identity(self._card)}")
+
+    def _reasons(self) -> str:
+        return "; ".join(f"{replica.address}: {replica.reason}" for replica in self.replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What all parts of one request have in common."""
+
+    outputs: tuple[str, ...]
+    dimensions: int
+    priority: pb.Priority.ValueType
+    deadline: float
+
+
+def _identity(card: pb.ModelCard) -> dict[str, object]:
+    """What must agree between replicas for an answer not to depend on who gave it."""
+    return {
+        "model": card.model,
+        "architecture": card.architecture,
+        "vocabulary": card.vocab_size,
+        "max_tokens": card.max_tokens,
+        "pooling": card.pooling,
+        "dtype": card.dtype,
+        "outputs": [(output.name, output.dimension, output.unavailable) for output in card.outputs],
+    }
+
+
+def _first(failed: BaseExceptionGroup[RoseError]) -> RoseError:
+    error: BaseException = failed
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, RoseError)  # except* let nothing else through
+    return error

@@ -1,0 +1,124 @@
+"""The front process: listen, serve, and at SIGTERM leave in order.
+
+    listening -> (SIGTERM) not ready, new work refused, in-flight finished, connections closed -> exit 0
+
+A second signal does not wait. Knows sockets and signals; knows neither requests nor text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from rose.config.serving import GatewayConfig
+from rose.gateway.carriers import Carriers, Listening
+from rose.gateway.front import Front, make_front
+
+log = logging.getLogger("rose.gateway")
+# New requests are still answered (503, Connection: close) for this long when nothing is in flight at SIGTERM.
+LINGER_S = 0.2
+# The tokenizer pool copies ids under the interpreter lock; at Python's 5 ms the event loop would wait that long for it.
+SWITCH_INTERVAL_S = 0.0005
+
+
+OnListening = Callable[[Listening], None]
+
+
+class Stop:
+    """The two things a signal can mean.
+
+    Attributes:
+        drain: finish what is in flight, then leave.
+        force: leave now.
+    """
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        self.force = asyncio.Event()
+
+    def signal(self) -> None:
+        (self.force if self.drain.is_set() else self.drain).set()
+
+    @contextlib.contextmanager
+    def on_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for one in signals:
+            loop.add_signal_handler(one, self.signal)
+        try:
+            yield
+        finally:
+            for one in signals:
+                loop.remove_signal_handler(one)
+
+
+def run_front(config: GatewayConfig, model_folder: Path, *, on_listening: OnListening | None = None) -> int:
+    """Run a front until a signal. Blocks.
+
+    Args:
+        config: its limits and the replicas' addresses.
+        model_folder: holds the tokenizer.json that the replicas were built for.
+        on_listening: called once, with the ports in use.
+
+    Returns:
+        The exit status: 0 if every request was answered, 1 if some were cut off.
+
+    Raises:
+        CheckpointError: no usable tokenizer.
+        StartupError: a port that cannot be had.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+    async def main() -> int:
+        stop = Stop()
+        with stop.on_signals():
+            return await serve_front(config, model_folder, stop, on_listening=on_listening)
+
+    return uvloop.run(main())
+
+
+async def serve_front(
+    config: GatewayConfig, model_folder: Path, stop: Stop, *, on_listening: OnListening | None = None
+) -> int:
+    """The same inside a running event loop, until `stop`."""
+    async with make_front(config, model_folder) as front:
+        carriers = Carriers(front, config)
+        idle = False
+        try:
+            listening = await carriers.open()
+            log.info("listening: http %s, grpc %s", listening.http, listening.grpc)
+            if on_listening is not None:
+                on_listening(listening)
+            await stop.drain.wait()
+            front.lifecycle.drain()
+            log.info("draining: %d requests in flight", front.lifecycle.in_flight)
+            idle = await _unless(stop.force, _idle(front, config.drain_seconds))
+            if not idle:
+                log.warning("%d requests cut off", front.lifecycle.in_flight)
+        finally:
+            await carriers.close(forced=not idle)
+        return 0 if idle else 1
+
+
+async def _idle(front: Front, timeout_s: float) -> bool:
+    await asyncio.sleep(min(LINGER_S, timeout_s))
+    return await front.lifecycle.wait_idle(timeout_s)
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, bool]) -> bool:
+    """What `work` gives, or False as soon as the event is set."""
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(event.wait())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].done() and tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,174 @@
+"""The JSON that goes in and out, as msgspec types; the OpenAPI document is made from them.
+
+Unknown fields are ignored: generic clients send fields of other servers. Knows shapes; knows neither limits nor models.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+_TEXTS_OR_IDS = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+        {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+        },
+    ]
+}
+_BASE64 = "The vector as a list of numbers, or base64 of little-endian float32."
+
+
+class EmbeddingRequest(Struct, kw_only=True):
+    """What POST /v1/embeddings takes."""
+
+    input: Annotated[
+        Any,
+        Meta(
+            description="A text, a list of texts, a list of token ids, or a list of token id lists. Texts are used "
+            "unchanged; token ids are used as they are, with no special tokens added.",
+            extra_json_schema=_TEXTS_OR_IDS,
+        ),
+    ]
+    model: Annotated[str | None, Meta(description="The served name; may be left out.")] = None
+    encoding_format: Annotated[
+        str | None,
+        Meta(description="null is float.", extra_json_schema={"enum": ["float", "base64", None]}),
+    ] = None
+    dimensions: Annotated[
+        int | None,
+        Meta(
+            description="Cut vectors to this many numbers, then normalise again if the model normalises. "
+            "null keeps all of them.",
+            extra_json_schema={"minimum": 1},
+        ),
+    ] = None
+    user: Annotated[Any, Meta(description="Accepted and ignored.", extra_json_schema={"type": ["string", "null"]})] = (
+        None
+    )
+    prompt_name: Annotated[
+        str | None,
+        Meta(
+            description="A prompt of the model card, put before every text verbatim. null is the model's default "
+            "prompt (most have none), the empty string is no prompt. Texts only."
+        ),
+    ] = None
+    truncate: Annotated[
+        bool | None,
+        Meta(description="Cut over-long inputs to the model's limit, special tokens kept, instead of refusing them."),
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        Meta(
+            description="Cut inputs to at most this many tokens, special tokens included; -1 is the model's limit.",
+            extra_json_schema={"minimum": -1},
+        ),
+    ] = None
+    split_special_tokens: Annotated[
+        bool | None,
+        Meta(description="Treat control tokens written in a text as ordinary text (for untrusted input)."),
+    ] = None
+    priority: Annotated[
+        Literal["online", "bulk"] | None,
+        Meta(description="bulk yields to everything else."),
+    ] = None
+
+
+class Usage(Struct):
+    """Tokens, special tokens and prompts included."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Struct, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: Annotated[int, Meta(description="Position of the input this vector belongs to.")]
+    embedding: Annotated[list[float] | str, Meta(description=_BASE64)]
+
+
+class EmbeddingResponse(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: Usage
+    prompt_name: Annotated[
+        str | UnsetType, Meta(description="The prompt that was put before the texts; absent if none was.")
+    ] = UNSET
+
+
+class OutputInfo(Struct, kw_only=True):
+    """One thing the model can give for an input."""
+
+    name: str
+    dtype: str
+    dimension: int
+    per_token: bool
+    normalized: bool
+    unavailable: Annotated[str | None, Meta(description="Why it cannot be had; null if it can.")] = None
+
+
+class Model(Struct, kw_only=True):
+    """One served model, with the limits that requests are checked against."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "rose"
+    max_model_len: Annotated[int, Meta(description="Longest input in tokens, special tokens included.")]
+    max_items: Annotated[int, Meta(description="Most inputs of one request.")]
+    max_body_bytes: int
+    dimension: Annotated[int, Meta(description="Length of the vector when `dimensions` is not given.")]
+    matryoshka_dimensions: Annotated[
+        list[int], Meta(description="Lengths the model was trained to be cut to; empty: not stated.")
+    ]
+    prompts: dict[str, str]
+    default_prompt_name: str | None = None
+    outputs: list[OutputInfo]
+    architecture: str
+    pooling: str
+    dtype: str
+    device: str
+    backend: str
+
+
+class ModelList(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class ReplicaState(Struct, kw_only=True):
+    address: str
+    ready: bool
+    reason: Annotated[str, Meta(description="Why it is not ready; empty if it is.")]
+    outstanding_tokens: int
+
+
+class Readiness(Struct, kw_only=True):
+    """Whether the next request would be taken, and if not, why."""
+
+    ready: bool
+    reasons: list[str]
+    replicas: list[ReplicaState]
+
+
+class Liveness(Struct, kw_only=True):
+    status: Literal["alive"] = "alive"
+    version: str
+
+
+class ErrorDetail(Struct, kw_only=True):
+    message: str
+    type: Annotated[str, Meta(description="The family, as OpenAI clients know it.")]
+    param: Annotated[str | None, Meta(description="The request field at fault.")] = None
+    code: Annotated[str, Meta(description="Which error of the table it is.")]
+    index: Annotated[int | None, Meta(description="The item at fault, in a list input.")] = None
+
+
+class ErrorResponse(Struct):
+    error: ErrorDetail

@@ -1,0 +1,123 @@
+"""Text to token ids with the model folder's tokenizer.json: never padded, cut only on request, special tokens kept.
+
+The library's own padding and truncation are switched off once and never touched again: they are state of the shared
+tokenizer, so setting them per call makes threads see each other's limits or fail. Short texts are encoded on the event
+loop, since a hop to a thread costs more than they do. Knows text and ids; knows neither models nor requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from rose.errors import CheckpointError, TokenizerMismatch
+from rose.proto.convert import IntArray
+
+# Texts encoded between two looks at the clock of the interpreter lock: the library lets go of it, our id copies do not.
+CHUNK = 32
+
+
+class TextTokenizer:
+    """The tokenizer of one model folder, safe to use from many threads and tasks.
+
+    Attributes:
+        sha256: digest of tokenizer.json, 32 bytes, as the model card carries it.
+        special_tokens: how many special tokens are added to every text.
+        suffix: the ids among them that come after the text.
+        pool_depth: lists of texts that wait for the pool or run in it.
+    """
+
+    def __init__(self, folder: Path, *, threads: int = 2, inline_chars: int = 4096) -> None:
+        path = folder / "tokenizer.json"
+        try:
+            source = path.read_bytes()
+            self._tokenizer = _bare(source)
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder} holds no tokenizer.json: a front needs it to serve text") from None
+        except Exception as error:  # noqa: BLE001 (the library raises bare Exception)
+            raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}") from None
+        self.sha256 = hashlib.sha256(source).digest()
+        self.special_tokens, self.suffix = _special_tokens(self._tokenizer)
+        self.pool_depth = 0
+        self._source = source
+        self._split: Tokenizer | None = None
+        self._inline_chars = inline_chars
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+
+    def check_same(self, sha256: bytes, owner: str) -> None:
+        """Raises TokenizerMismatch unless `owner` was built for this very tokenizer.json."""
+        if sha256 != self.sha256:
+            theirs = sha256.hex()[:16] if sha256 else "none"
+            raise TokenizerMismatch(
+                f"the tokenizer of {owner} (sha256 {theirs}) is not this front's (sha256 {self.sha256.hex()[:16]})"
+            )
+
+    def encode(self, texts: Sequence[str], *, split_special_tokens: bool = False) -> list[IntArray]:
+        """Ids of every text, special tokens included, at whatever length they have. Blocks; thread-safe.
+
+        Args:
+            split_special_tokens: encode control tokens written in a text as ordinary text.
+        """
+        tokenizer = self._splitting() if split_special_tokens else self._tokenizer
+        found: list[IntArray] = []
+        for start in range(0, len(texts), CHUNK):
+            encodings = tokenizer.encode_batch_fast(list(texts[start : start + CHUNK]))
+            found += [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        return found
+
+    async def encode_async(self, texts: Sequence[str], *, split_special_tokens: bool = False) -> list[IntArray]:
+        """The same from the event loop: inline up to `inline_chars` characters in all, else in the pool."""
+        ready = not split_special_tokens or self._split is not None
+        if ready and sum(map(len, texts)) <= self._inline_chars:
+            return self.encode(texts, split_special_tokens=split_special_tokens)
+        self.pool_depth += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(
+                self._pool, lambda: self.encode(texts, split_special_tokens=split_special_tokens)
+            )
+        finally:
+            self.pool_depth -= 1
+
+    def cut(self, ids: IntArray, limit: int) -> IntArray:
+        """The first `limit` ids (more than `special_tokens`); closing special tokens survive, where there are any."""
+        if len(ids) <= limit:
+            return ids
+        closing = len(self.suffix)
+        if not closing or not np.array_equal(ids[-closing:], self.suffix):
+            return ids[:limit]
+        return np.concatenate((ids[: limit - closing], self.suffix))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _splitting(self) -> Tokenizer:
+        if self._split is None:  # made twice at worst, when two threads meet here
+            split = _bare(self._source)
+            split.encode_special_tokens = True
+            self._split = split
+        return self._split
+
+
+def _bare(source: bytes) -> Tokenizer:
+    tokenizer = Tokenizer.from_buffer(source)
+    # Files often carry a fixed padding or truncation (all-MiniLM-L6-v2 pads everything to 128).
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _special_tokens(tokenizer: Tokenizer) -> tuple[int, IntArray]:
+    """How many special tokens a text gets, and those after it, read off an encoded letter."""
+    encoding = tokenizer.encode("a")
+    mask = encoding.special_tokens_mask
+    if 0 not in mask:
+        raise CheckpointError("the tokenizer gives no token for the letter a")
+    closing = mask[::-1].index(0)
+    return sum(mask), np.array(encoding.ids[len(mask) - closing :], dtype=np.int32)
