@@ -1,0 +1,237 @@
+"""Launched batches: their rows to the answers they belong to, their faults to the items at fault.
+
+A batch whose forward raised, and a batch with a row that is not finite, are run again, each item alone; what fails
+alone is at fault itself and gets the error, everybody else is answered as if nothing had happened.
+Knows step results and open requests; knows neither frames nor sockets.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
+
+from rose.engine.request import Item, StepResult
+from rose.errors import InternalError, NonFinite, RoseError, Unavailable
+from rose.models.base import OutputSpec
+from rose.proto.convert import AnyArray
+from rose.server.answers import faulty_rows
+from rose.server.ports import EnginePort
+from rose.server.requests import OpenRequest
+from rose.server.service import Service
+
+_log = logging.getLogger(__name__)
+
+
+class DeviceLostError(Unavailable):
+    """The device answers no more; nothing in this process can bring it back."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    result: StepResult
+    launched: float
+
+    @property
+    def ready(self) -> bool:
+        return all(output.ready() for output in self.result.outputs.values())
+
+
+class Batches:
+    """The batches in flight, oldest first; they finish in that order.
+
+    Args:
+        specs: the model's outputs.
+        device_alive: asked after a forward failed; False ends the process, since every later batch would fail too.
+    """
+
+    def __init__(
+        self,
+        engine: EnginePort,
+        service: Service,
+        specs: Mapping[str, OutputSpec],
+        *,
+        clock: Callable[[], float],
+        device_alive: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._engine = engine
+        self._service = service
+        self._specs = specs
+        self._clock = clock
+        self._device_alive = device_alive
+        self._flights: deque[_Flight] = deque()
+        self._last_end = 0.0
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    @property
+    def expected_end(self) -> float | None:
+        """time.monotonic() at which the oldest batch should end, or None where nothing like it was timed yet."""
+        return next((output.expected_end for output in self._flights[0].result.outputs.values()), None)
+
+    def is_ready(self) -> bool:
+        """Whether the oldest batch has finished."""
+        return bool(self._flights) and self._flights[0].ready
+
+    def launch(self) -> bool:
+        """Let the engine launch what it can. Returns whether it did anything."""
+        try:
+            results = self._engine.step()
+        except Exception as error:  # noqa: BLE001  whatever it was, the process goes on serving
+            # Nobody knows what the engine took from its queue: every open request is answered, none is left hanging.
+            _log.exception("the engine's step failed")
+            self._service.fail_all(InternalError(f"the engine failed: {error}"))
+            self._check_device()
+            return True
+        now = self._clock()
+        for result in results:
+            for engine_id, reason in result.dropped.items():
+                part = self._service.requests.parts.get(engine_id)
+                if part is not None:
+                    self._service.fail(part.owner, reason)
+            if result.items:
+                self._flights.append(_Flight(result, now))
+                self._mark_launched(result.items, now)
+        return bool(results)
+
+    def collect(self) -> int:
+        """Deal with every batch that has finished. Returns how many there were."""
+        count = 0
+        while self.is_ready():
+            flight = self._flights.popleft()
+            count += 1
+            try:
+                self._finish(flight)
+            except DeviceLostError:
+                raise
+            except Exception as error:  # noqa: BLE001  one batch's fault is no other's
+                _log.exception("a finished batch could not be answered")
+                for owner in self._owners(flight.result.items):
+                    self._service.fail(owner, InternalError(f"the answer could not be made: {error}"))
+        return count
+
+    def _finish(self, flight: _Flight) -> None:
+        result, now, stats = flight.result, self._clock(), self._service.stats
+        stats.batches += 1
+        self._service.rate.measured(result.tokens, now - max(flight.launched, self._last_end))
+        self._last_end = now
+        try:
+            outputs = {name: output.result() for name, output in result.outputs.items()}
+            self._check_shapes(result, outputs)
+        except Exception as error:  # noqa: BLE001  a forward may raise anything
+            _log.error("a batch of %d items failed: %s", len(result.items), error, exc_info=error)
+            stats.failed_batches += 1
+            self._settle_failed(result.items, error)
+            self._check_device()
+            return
+        stats.tokens += result.tokens
+        stats.items += len(result.items)
+        faults = self._faults(result, outputs)
+        if faults:
+            self._settle_faulty(result.items, faults)
+        else:
+            self._give(result, outputs, now)
+
+    def _give(self, result: StepResult, outputs: Mapping[str, AnyArray], now: float) -> None:
+        requests = self._service.requests
+        for engine_id, first, start, end in runs(result.items):
+            part = requests.parts.get(engine_id)
+            if part is None:
+                continue  # answered meanwhile: cancelled, expired, or another of its items failed
+            part.owner.answer.put(part.indices[first], outputs, start, end, result.splits)
+            requests.settle(engine_id, end - start)
+            if part.owner.answer.complete:
+                self._service.answer(part.owner, now)
+
+    def _faults(self, result: StepResult, outputs: Mapping[str, AnyArray]) -> dict[int, str]:
+        """Item of the batch -> output of it that must not travel, for outputs somebody asked for."""
+        faults: dict[int, str] = {}
+        for name, values in outputs.items():
+            spec = self._specs[name]
+            for row in faulty_rows(values, spec).tolist():
+                item = bisect_right(result.splits, row) - 1 if spec.per_token else row
+                part = self._service.requests.parts.get(result.items[item].request_id)
+                if part is not None and name in part.owner.work.specs:
+                    faults.setdefault(item, name)
+        return faults
+
+    def _settle_faulty(self, items: tuple[Item, ...], faults: Mapping[int, str]) -> None:
+        if len(items) > 1:
+            _log.warning("%d of %d items of a batch are not finite: all are run again alone", len(faults), len(items))
+            self._run_alone(items, suspects=faults)
+            return
+        self._fail_item(
+            items[0], lambda index: NonFinite(f"output {faults[0]!r} of item {index} is not finite", index=index)
+        )
+
+    def _settle_failed(self, items: tuple[Item, ...], error: Exception) -> None:
+        if len(items) > 1:
+            self._run_alone(items)
+            return
+        self._fail_item(items[0], lambda index: _as_rose_error(error, index))
+
+    def _fail_item(self, item: Item, make: Callable[[int], RoseError]) -> None:
+        part = self._service.requests.parts.get(item.request_id)
+        if part is not None:
+            self._service.fail(part.owner, make(part.indices[item.index]))
+
+    def _run_alone(self, items: tuple[Item, ...], suspects: Container[int] = ()) -> None:
+        """Queue every item again, in a batch of its own; the suspects of a request first, since the first that fails
+        ends it.
+        """
+        requests = self._service.requests
+        again: dict[OpenRequest, list[int]] = {}
+        order = sorted(range(len(items)), key=lambda row: row not in suspects)
+        for row in order:
+            part = requests.parts.get(items[row].request_id)
+            if part is not None:
+                again.setdefault(part.owner, []).append(part.indices[items[row].index])
+                requests.settle(items[row].request_id, 1)
+        for owner, indices in again.items():
+            self._service.stats.retried_items += len(indices)
+            try:
+                requests.submit(owner, indices, alone=True)
+            except RoseError as error:
+                self._service.fail(owner, error)
+
+    def _mark_launched(self, items: tuple[Item, ...], now: float) -> None:
+        for owner in self._owners(items):
+            owner.batches += 1
+            if owner.launched is None:
+                owner.launched = now
+
+    def _owners(self, items: tuple[Item, ...]) -> set[OpenRequest]:
+        parts = self._service.requests.parts
+        return {parts[engine_id].owner for engine_id, *_ in runs(items) if engine_id in parts}
+
+    def _check_shapes(self, result: StepResult, outputs: Mapping[str, AnyArray]) -> None:
+        for name, values in outputs.items():
+            spec = self._specs[name]
+            rows = result.splits[-1] if spec.per_token else len(result.items)
+            if values.shape != (rows, spec.dimension):
+                raise InternalError(f"output {name!r} has shape {values.shape}, expected {(rows, spec.dimension)}")
+
+    def _check_device(self) -> None:
+        if not self._device_alive():
+            raise DeviceLostError("the device is lost: this engine process ends and has to be started again")
+
+
+def runs(items: tuple[Item, ...]) -> Iterator[tuple[int, int, int, int]]:
+    """Neighbours of one request: its id, the first index in it, and rows start .. end of the batch."""
+    start, count = 0, len(items)
+    while start < count:
+        request_id, first = items[start].request_id, items[start].index
+        end = start + 1
+        while end < count and items[end].request_id == request_id and items[end].index == first + end - start:
+            end += 1
+        yield request_id, first, start, end
+        start = end
+
+
+def _as_rose_error(error: Exception, index: int) -> RoseError:
+    if isinstance(error, RoseError):
+        return type(error)(error.message, param=error.param, index=index, retry_after_s=error.retry_after_s)
+    return InternalError(f"the forward failed for item {index}: {type(error).__name__}: {error}", index=index)

@@ -1,0 +1,118 @@
+"""The model card: what is served and with which limits, for clients, and as a table for whoever starts the server.
+
+Knows descriptions; knows neither weights nor requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import rose
+from rose.config import EngineConfig, ModelFolder, ServerConfig
+from rose.models.base import OutputSpec, ServedModel
+from rose.proto import rose_pb2 as pb
+from rose.server.validate import Limits
+
+_DTYPES = {"float32": pb.FLOAT32, "int8": pb.INT8, "uint8": pb.UINT8}
+# Room for the fields beside the vectors in an answer's frame.
+_FRAME_MARGIN = 64 << 10
+
+
+def model_card(
+    folder: ModelFolder,
+    model: ServedModel,
+    engine: EngineConfig,
+    server: ServerConfig,
+    *,
+    served_name: str,
+    dtype: str,
+    device: str,
+    backend: str,
+) -> pb.ModelCard:
+    """
+    Args:
+        dtype, device, backend: what the model runs in, on and with, as they are printed.
+    """
+    architecture = folder.architecture
+    return pb.ModelCard(
+        model=served_name,
+        architecture=architecture.architecture,
+        outputs=output_cards(model.outputs),
+        default_output=model.default_output,
+        hidden_size=architecture.hidden_size,
+        vocab_size=model.vocab_size,
+        max_tokens=engine.max_tokens,
+        max_batch_tokens=engine.bulk_tokens,
+        max_queued_tokens=server.max_queued_tokens,
+        max_request_items=server.max_request_items,
+        tokenizer_sha256=bytes.fromhex(folder.tokenizer_sha256 or ""),
+        prompts=folder.prompts,
+        default_prompt_name=folder.default_prompt_name or "",
+        pooling="+".join(folder.pooling.modes) if folder.pooling else "",
+        causal=architecture.causal,
+        dtype=dtype,
+        device=device,
+        backend=backend,
+        version=rose.__version__,
+        matryoshka_dimensions=folder.matryoshka_dimensions,
+    )
+
+
+def output_cards(outputs: Mapping[str, OutputSpec]) -> list[pb.OutputCard]:
+    return [
+        pb.OutputCard(
+            name=name,
+            dtype=_DTYPES[spec.dtype],
+            dimension=spec.dimension,
+            per_token=spec.per_token,
+            normalized=spec.normalized,
+            unavailable=spec.unavailable or "",
+        )
+        for name, spec in outputs.items()
+    ]
+
+
+def request_limits(model: ServedModel, engine: EngineConfig, server: ServerConfig, served_name: str) -> Limits:
+    """What the validator holds requests to."""
+    return Limits(
+        served_name=served_name,
+        outputs=model.outputs,
+        default_output=model.default_output,
+        vocab_size=model.vocab_size,
+        max_tokens=engine.max_tokens,
+        max_request_items=server.max_request_items,
+        max_request_tokens=server.max_queued_tokens,
+        max_answer_bytes=server.max_payload - _FRAME_MARGIN,
+    )
+
+
+def table(card: pb.ModelCard, folder: ModelFolder, engine: EngineConfig, address: str) -> str:
+    """What is served, one line a fact, with the source of what could be doubted."""
+    architecture = folder.architecture
+    pooling = folder.pooling
+    prompts = [f"{name}={text!r}" for name, text in sorted(folder.prompts.items())]
+    rows = [
+        ("model", f"{card.model}, {card.architecture}, from {folder.path}"),
+        ("address", address),
+        ("outputs", ", ".join(_describe(output) for output in card.outputs)),
+        ("pooling", f"{card.pooling} ({pooling.source})" if pooling else "none"),
+        ("normalised", "yes" if folder.normalize else "no"),
+        ("attention", f"{'causal' if card.causal else 'bidirectional'} ({architecture.causal_source}); {card.backend}"),
+        ("prompts", "; ".join(prompts) or "none"),
+        ("default prompt", card.default_prompt_name or "none"),
+        ("runs in", f"{card.dtype} on {card.device}"),
+        ("limits", f"{card.max_tokens} tokens an item, {card.max_request_items} items a request"),
+        (
+            "batches",
+            f"{engine.online_tokens} tokens online, {engine.bulk_tokens} bulk, {engine.max_sequences} sequences",
+        ),
+        ("queue", f"{card.max_queued_tokens} tokens"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def _describe(output: pb.OutputCard) -> str:
+    shape = f"{'tokens × ' if output.per_token else ''}{output.dimension}"
+    kind = f"{output.name} [{shape}] {pb.DType.Name(output.dtype).lower()}"
+    return f"{kind} (unavailable: {output.unavailable})" if output.unavailable else kind

@@ -1,0 +1,241 @@
+"""Start-up of the engine process: folder → model → engine → self-check → reactor.
+
+Everything that can be refused is refused here, before a client is let in. Knows what goes together; knows neither
+frames nor batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from rose.config import EngineConfig, ModelFolder, ServerConfig, read_model_folder
+from rose.convert import load_model
+from rose.engine import Engine, build_engine
+from rose.errors import StartupError
+from rose.models.base import ServedModel
+from rose.proto import rose_pb2 as pb
+from rose.proto.address import parse_address
+from rose.server.card import model_card, request_limits, table
+from rose.server.listener import Listener
+from rose.server.reactor import Reactor
+from rose.server.selfcheck import self_check
+from rose.server.waiting import sharpen_sleep
+
+_log = logging.getLogger(__name__)
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+# Single queries up to this long are captured before serving, in the steps their graphs come in.
+WARM_TOKENS, WARM_STEP = 1024, 64
+# Device memory captured graphs may take where nothing else is asked for.
+GRAPH_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What to serve, beside the limits.
+
+    Attributes:
+        served_name: the name clients use; empty: the folder's own.
+        device: "auto" (CUDA where there is one), or torch's name of a device.
+        dtype: "auto" (bfloat16 on CUDA, else float32), or a key of DTYPES.
+        backend: name of an attention backend, or "auto".
+        pooling, causal: settle what the folder leaves open; see read_model_folder.
+        num_threads: threads of torch's operators on the CPU, or None for torch's own choice.
+        warm_up: capture the graphs of single queries before serving, where the device has graphs.
+    """
+
+    served_name: str = ""
+    device: str = "auto"
+    dtype: str = "auto"
+    backend: str = "auto"
+    pooling: str | None = None
+    causal: bool | None = None
+    num_threads: int | None = None
+    warm_up: bool = True
+
+
+def serve(
+    model_folder: str | Path,
+    *,
+    serving: Serving | None = None,
+    budgets: Mapping[str, int] | None = None,
+    config: ServerConfig | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> int:
+    """Serve a model folder until a signal ends it.
+
+    SIGTERM and SIGINT stop accepting, refuse what is new and finish what is open within `drain_seconds`; a second one
+    ends at once. Signals are only handled when this runs in the main thread.
+
+    Args:
+        budgets: fields of EngineConfig that differ from the defaults; max_tokens is the folder's own if not given.
+        config: address and limits.
+        on_ready: called with the bound address once clients may connect.
+
+    Returns:
+        The exit status: 0 after a clean end, 1 if requests were cut short, 70 if the device was lost.
+
+    Raises:
+        StartupError: whatever keeps this model from being served here.
+    """
+    serving, config = serving or Serving(), config or ServerConfig()
+    with contextlib.closing(Listener(parse_address(config.address))) as listener:
+        folder = read_model_folder(model_folder, pooling=serving.pooling, causal=serving.causal)
+        device = pick_device(serving.device)
+        dtype = pick_dtype(serving.dtype, device)
+        limits = fit_budgets(budgets or {}, folder, device)
+        model = load_model(folder, device, dtype)
+        engine = build_engine(model, limits, device, dtype, backend=serving.backend, num_threads=serving.num_threads)
+        with contextlib.closing(engine):
+            _warm_up(engine, limits, device, serving)
+            self_check(engine, model)
+            card = model_card(
+                folder,
+                model,
+                limits,
+                config,
+                served_name=serving.served_name or folder.path.resolve().name,
+                dtype=str(dtype).removeprefix("torch."),
+                device=describe_device(device),
+                backend=serving.backend,
+            )
+            address = str(listener.address)
+            _log.info("serving\n%s", table(card, folder, limits, address))
+            reactor = build_reactor(engine, model, card, listener, limits, config, device)
+            return _run(reactor, device, lambda: on_ready(address) if on_ready is not None else None)
+
+
+def build_reactor(
+    engine: Engine,
+    model: ServedModel,
+    card: pb.ModelCard,
+    listener: Listener,
+    limits: EngineConfig,
+    config: ServerConfig,
+    device: torch.device,
+) -> Reactor:
+    """The reactor of a real engine."""
+    return Reactor(
+        engine,
+        request_limits(model, limits, config, card.model),
+        card,
+        listener,
+        config,
+        device_alive=lambda: device_alive(device),
+        engine_counters=lambda: {**asdict(engine.metrics), **_prefixed("graph_", asdict(engine.graphs.metrics))},
+    )
+
+
+def fit_budgets(asked: Mapping[str, int], folder: ModelFolder, device: torch.device) -> EngineConfig:
+    """The budgets with the folder's longest sequence in them, and what was asked for on top.
+
+    A sequence that no batch could hold would wait for ever, so a batch always holds the longest one.
+
+    Raises:
+        StartupError: what was asked for does not fit the model.
+    """
+    longest = asked.get("max_tokens", folder.max_tokens)
+    if longest > folder.max_tokens:
+        raise StartupError(f"max_tokens of {longest}: this model takes at most {folder.max_tokens}")
+    budgets = {
+        "max_tokens": longest,
+        "bulk_tokens": max(EngineConfig().bulk_tokens, longest),
+        "graph_bytes": GRAPH_BYTES if device.type == "cuda" else 0,
+        **asked,
+    }
+    if longest > budgets["bulk_tokens"]:
+        raise StartupError(
+            f"bulk_tokens of {budgets['bulk_tokens']} hold no sequence of {longest} tokens (max_tokens): "
+            "raise one or lower the other"
+        )
+    return EngineConfig(**budgets)
+
+
+def pick_device(name: str) -> torch.device:
+    """Raises StartupError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise StartupError(f"device {name!r}: {error}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise StartupError(f"device {name!r}: torch sees no CUDA device")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Raises StartupError for a name that is none."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise StartupError(f"dtype {name!r}: expected auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def describe_device(device: torch.device) -> str:
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
+def device_alive(device: torch.device) -> bool:
+    """Whether the device still answers. After an illegal access CUDA never does again in this process."""
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _warm_up(engine: Engine, limits: EngineConfig, device: torch.device, serving: Serving) -> None:
+    if device.type != "cuda" or not serving.warm_up:
+        return
+    longest = min(WARM_TOKENS, limits.max_tokens)
+    lengths = [*range(WARM_STEP, longest + 1, WARM_STEP), longest]
+    engine.warmup({engine.key_for([length]) for length in lengths})
+
+
+def _run(reactor: Reactor, device: torch.device, announce: Callable[[], None]) -> int:
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main:
+        # The wake-up descriptor as well: a signal between two bytecodes would otherwise wait for the next event.
+        signal.set_wakeup_fd(reactor.wakeup_fd, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: reactor.stop())
+    if device.type == "cuda":
+        sharpen_sleep()
+    # What was loaded stays: the collector need not walk through it while serving.
+    gc.collect()
+    gc.freeze()
+    reactor.listen()
+    announce()
+    try:
+        return reactor.run()
+    finally:
+        if in_main:
+            signal.set_wakeup_fd(-1)
+
+
+def _prefixed(prefix: str, counters: Mapping[str, int]) -> dict[str, int]:
+    return {prefix + name: value for name, value in counters.items()}
+
+
+def write_ready(address: str) -> None:
+    """The line a parent process waits for."""
+    sys.stdout.write(f"rose-server ready {address}\n")
+    sys.stdout.flush()

@@ -1,0 +1,159 @@
+"""The one validator of embed requests, whichever carrier brought them.
+
+Turns a message into work the engine can never trip over, or into an error that names the field, the item and the
+limit. Knows messages and the model's limits; knows neither sockets nor the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from rose.engine.request import Priority
+from rose.errors import InvalidInput, PayloadTooLarge, UnknownModel, Unsupported
+from rose.models.base import OutputSpec
+from rose.proto import rose_pb2 as pb
+from rose.proto.convert import IntArray, check_token_ids, tokens_from_proto
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one request may ask of the served model.
+
+    Attributes:
+        served_name: the name clients may use; an empty name in a request means the same.
+        outputs, default_output: as the model states them.
+        max_tokens: longest sequence, in tokens.
+        max_request_items: most sequences of one request.
+        max_request_tokens: most tokens of one request; more would not fit an empty queue.
+        max_answer_bytes: largest answer that fits a frame.
+    """
+
+    served_name: str
+    outputs: Mapping[str, OutputSpec]
+    default_output: str
+    vocab_size: int
+    max_tokens: int
+    max_request_items: int
+    max_request_tokens: int
+    max_answer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A valid request.
+
+    Attributes:
+        specs: the outputs asked for, in the order they were asked.
+        dimensions: where float vectors are cut, or 0.
+        tokens: of all sequences.
+        answer_bytes: upper bound of the answer's values.
+    """
+
+    sequences: list[IntArray]
+    specs: dict[str, OutputSpec]
+    dimensions: int
+    priority: Priority
+    tokens: int
+    answer_bytes: int
+
+
+def validate(request: pb.EmbedRequest, limits: Limits) -> Work:
+    """Check a request whole before any of it is queued.
+
+    Raises:
+        UnknownModel, Unsupported, PayloadTooLarge, InvalidInput.
+    """
+    if request.model and request.model != limits.served_name:
+        raise UnknownModel(f"model {request.model!r} is not served here, {limits.served_name!r} is", param="model")
+    specs = _outputs(request, limits)
+    _check_dimensions(request.dimensions, specs)
+    if request.priority not in (pb.ONLINE, pb.BULK):
+        raise InvalidInput(f"priority {request.priority} is neither ONLINE (0) nor BULK (1)", param="priority")
+    sequences = _sequences(request, limits)
+    tokens = len(request.tokens.ids) // 4
+    if tokens > limits.max_request_tokens:
+        raise PayloadTooLarge(
+            f"the request has {tokens} tokens, over the queue's limit of {limits.max_request_tokens}", param="input"
+        )
+    answer_bytes = _answer_bytes(specs, request.dimensions, len(sequences), tokens)
+    if answer_bytes > limits.max_answer_bytes:
+        raise PayloadTooLarge(
+            f"the answer would have {answer_bytes} bytes, over the limit of {limits.max_answer_bytes}: "
+            "send fewer items in one request",
+            param="input",
+        )
+    return Work(sequences, specs, request.dimensions, Priority(request.priority), tokens, answer_bytes)
+
+
+def _sequences(request: pb.EmbedRequest, limits: Limits) -> list[IntArray]:
+    kind = request.WhichOneof("input")
+    if kind == "texts":
+        raise Unsupported(
+            "this is an engine process and holds no tokenizer: send token ids, or send texts to a gateway",
+            param="input",
+        )
+    if kind is None:
+        raise InvalidInput("the request has no input", param="input")
+    if request.prompt_name:
+        raise InvalidInput("prompt_name goes with texts: token ids hold their prompt already", param="prompt_name")
+    lengths = request.tokens.lengths
+    if len(lengths) > limits.max_request_items:
+        raise PayloadTooLarge(
+            f"the request has {len(lengths)} items, over the limit of {limits.max_request_items}", param="input"
+        )
+    if lengths and max(lengths) > limits.max_tokens:
+        index = next(i for i, length in enumerate(lengths) if length > limits.max_tokens)
+        raise InvalidInput(
+            f"item {index} has {lengths[index]} tokens, over the model's limit of {limits.max_tokens}",
+            param="input",
+            index=index,
+        )
+    sequences = tokens_from_proto(request.tokens)
+    check_token_ids(sequences, limits.vocab_size)
+    return sequences
+
+
+def _outputs(request: pb.EmbedRequest, limits: Limits) -> dict[str, OutputSpec]:
+    specs: dict[str, OutputSpec] = {}
+    for name in request.outputs or (limits.default_output,):
+        spec = limits.outputs.get(name)
+        if spec is None:
+            known = ", ".join(sorted(limits.outputs))
+            raise InvalidInput(f"the model has no output {name!r}, it has: {known}", param="outputs")
+        if spec.unavailable is not None:
+            raise InvalidInput(
+                f"output {name!r} cannot be had from this checkpoint: {spec.unavailable}", param="outputs"
+            )
+        specs[name] = spec
+    return specs
+
+
+def _check_dimensions(dimensions: int, specs: Mapping[str, OutputSpec]) -> None:
+    """0 is all. Else 1 .. dimension, for float vectors only: a cut of a quantised or per-token row has no agreed
+    meaning. The full dimension is always accepted, since generic clients send it unasked.
+    """
+    if dimensions == 0:
+        return
+    for name, spec in specs.items():
+        if dimensions > spec.dimension:
+            raise InvalidInput(
+                f"dimensions of {dimensions}: output {name!r} has {spec.dimension}, expected 1 to {spec.dimension}",
+                param="dimensions",
+            )
+        if dimensions < spec.dimension and (spec.per_token or spec.dtype != "float32"):
+            kind = "per-token" if spec.per_token else spec.dtype
+            raise InvalidInput(
+                f"dimensions of {dimensions}: output {name!r} is {kind}, and only float32 vectors are cut",
+                param="dimensions",
+            )
+
+
+def _answer_bytes(specs: Mapping[str, OutputSpec], dimensions: int, items: int, tokens: int) -> int:
+    total = 0
+    for spec in specs.values():
+        width = dimensions or spec.dimension
+        total += (tokens if spec.per_token else items) * width * np.dtype(spec.dtype).itemsize
+    return total
