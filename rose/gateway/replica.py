@@ -113,7 +113,7 @@ class Replica:
                 await self._connect()
                 retry_s = pause = FIRST_RETRY_S
                 await self._watch()
-            except Unavailable as error:
+            except (Unavailable, DeadlineExceeded) as error:
                 await self._drop(error.message)
             except RoseError as error:
                 log.warning("replica %s refused: %s", self.address, error.message)
@@ -123,7 +123,8 @@ class Replica:
 
     async def _connect(self) -> None:
         self._client = await AsyncClient.connect(self.address, reconnect=False)
-        card = await self._client.info()
+        self._why = "connected, no model card yet: it is loading"
+        card = await self._client.info(deadline_s=SILENCE_S)
         self._check_card(card, self.address)
         self._card, self._why = card, ""
         log.info("replica %s ready: %s on %s", self.address, card.model, card.device)

@@ -100,7 +100,7 @@ async def serve_front(
             await stop.drain.wait()
             front.lifecycle.drain()
             log.info("draining: %d requests in flight", front.lifecycle.in_flight)
-            idle = await _unless(stop.force, _idle(front, config.drain_seconds))
+            idle = await unless(stop.force, _idle(front, config.drain_seconds))
             if not idle:
                 log.warning("%d requests cut off", front.lifecycle.in_flight)
         finally:
@@ -113,7 +113,7 @@ async def _idle(front: Front, timeout_s: float) -> bool:
     return await front.lifecycle.wait_idle(timeout_s)
 
 
-async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, bool]) -> bool:
+async def unless(event: asyncio.Event, work: Coroutine[Any, Any, bool]) -> bool:
     """What `work` gives, or False as soon as the event is set."""
     tasks = [asyncio.ensure_future(work), asyncio.ensure_future(event.wait())]
     try:
