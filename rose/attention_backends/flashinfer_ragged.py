@@ -216,14 +216,16 @@ class FlashInferRagged:
         nbytes = self.plan_bytes(tokens, sequences + 1)
         if nbytes > _LARGEST_PLAN_BYTES:
             raise InternalError(f"a plan of {tokens} tokens in {sequences} sequences takes {nbytes} bytes, too many")
-        plan = self._arena.take(nbytes)
+        blocks = [self._arena.take(nbytes)]
         try:
-            offsets = self._arena.take(4 * (sequences + 2))
-        except InternalError:
-            self._arena.give_back(plan)
+            blocks.append(self._arena.take(4 * (sequences + 2)))
+            indptr = blocks[1].view(torch.int32)[: sequences + 2]
+            wrapper = self._new_wrapper(blocks[0], indptr)
+        except Exception:
+            for block in blocks:
+                self._arena.give_back(block)
             raise
-        indptr = offsets.view(torch.int32)[: sequences + 2]
-        return _Place(self._new_wrapper(plan, indptr), indptr, (plan, offsets), tokens, sequences)
+        return _Place(wrapper, indptr, tuple(blocks), tokens, sequences)
 
     def _new_wrapper(self, plan: Tensor, indptr: Tensor | None) -> Any:
         if self._float is None:

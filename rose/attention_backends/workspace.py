@@ -66,8 +66,12 @@ class Arena:
             slab_bytes = max(size, min(_SLAB_BYTES, self.limit_bytes - self.device_bytes))
             if self.device_bytes + slab_bytes > self.limit_bytes:
                 return self._larger(size)
+            try:
+                slab = torch.empty(slab_bytes, dtype=torch.uint8, device=self.device)
+            except torch.OutOfMemoryError as error:
+                raise WorkspaceFull(f"the device has no {slab_bytes} bytes left for attention plans") from error
             self._keep_rest()
-            self._rest = torch.empty(slab_bytes, dtype=torch.uint8, device=self.device)
+            self._rest = slab
             self._slabs.append(self._rest)
             self.device_bytes += slab_bytes
         block, self._rest = self._rest[:size], self._rest[size:]
