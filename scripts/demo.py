@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -82,7 +81,7 @@ def free_port() -> int:
 
 
 def start_server(port: int) -> subprocess.Popen[bytes]:
-    """`rose serve`, in a process group of its own, so that it can be seen whether anything of it is left at the end."""
+    """`rose serve`, in a session of its own: Ctrl-C must reach this process alone, which then stops the server."""
     command = [str(Path(sys.executable).with_name("rose")), "serve", DEFAULT_MODEL, "--http", str(port)]
     print(f"starting {' '.join(command)}", flush=True)
     return subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
@@ -139,25 +138,43 @@ def dot(a: list[float], b: list[float]) -> float:
 
 def stop(server: subprocess.Popen[bytes]) -> str:
     """Ask the server to finish; say whether it, and every process it started, is gone."""
+    started = descendants(server.pid)
     if server.poll() is None:
         server.send_signal(signal.SIGTERM)
     try:
         status = server.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        os.killpg(server.pid, signal.SIGKILL)
+        server.kill()
         return f"by force: it was still there {STOP_TIMEOUT_S:.0f} s after SIGTERM"
-    if group_is_alive(server.pid):
-        os.killpg(server.pid, signal.SIGKILL)
-        return "by force: a process it had started was still there"
-    return "cleanly" if status in (0, -signal.SIGTERM) else f"with exit status {status}"
+    if left := [pid for pid in started if is_alive(pid)]:
+        return f"but left processes behind: {left}"
+    return "cleanly" if status == 0 else f"with exit status {status}"
 
 
-def group_is_alive(group: int) -> bool:
+def descendants(root: int) -> list[int]:
+    """Process ids of the children of `root`, their children and so on (from /proc, so on Linux only)."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        if (parent := stat_fields(int(entry.name))) is not None:
+            parents[int(entry.name)] = int(parent[1])
+    found, wave = [], [root]
+    while wave:
+        wave = [pid for pid, parent in parents.items() if parent in wave]
+        found += wave
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    fields = stat_fields(pid)
+    return fields is not None and fields[0] != "Z"  # a zombie has ended and only waits for its parent to look
+
+
+def stat_fields(pid: int) -> list[str] | None:
+    """State, parent and the rest of /proc/PID/stat, or None where there is no such process."""
     try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
 
 
 if __name__ == "__main__":

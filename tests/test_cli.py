@@ -23,7 +23,7 @@ def commands() -> list[str]:
 
 
 def test_the_commands_are_those_of_the_documentation():
-    assert {"pull", "info", "doctor", "version"} <= set(commands())
+    assert commands() == ["pull", "serve", "gateway", "info", "doctor", "version"]
 
 
 @pytest.mark.parametrize("name", commands())
@@ -39,7 +39,10 @@ def test_version(capsys):
     assert capsys.readouterr().out == rose.__version__ + "\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["pull", "--no-such-option"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["fly"], ["pull", "--no-such-option"], ["serve", "--http", "80a"], ["serve", "--grpc", "65536"], ["gateway"]],
+)
 def test_wrong_usage_is_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
@@ -58,16 +61,35 @@ def test_a_refusal_in_any_room_is_printed_without_a_traceback(monkeypatch, capsy
     def refuse(options):
         raise CheckpointError("tensor encoder.layer.0 is missing from model.safetensors")
 
-    monkeypatch.setattr(cli, "_version", refuse)
+    monkeypatch.setattr("rose.cli.entry._version", refuse)
     assert cli.main(["version"]) == 2
     assert capsys.readouterr().err == "rose: tensor encoder.layer.0 is missing from model.safetensors\n"
+
+
+def test_a_module_that_is_not_installed_is_named_with_its_extra(monkeypatch, capsys):
+    def lacking(options):
+        raise ModuleNotFoundError("No module named 'uvloop'", name="uvloop")
+
+    monkeypatch.setattr("rose.cli.entry._version", lacking)
+    assert cli.main(["version"]) == 2
+    assert "needs the Python module uvloop" in (line := capsys.readouterr().err)
+    assert "rose-serving[gateway]" in line
+
+
+def test_a_module_of_our_own_that_is_missing_is_a_fault_not_an_answer(monkeypatch):
+    def broken(options):
+        raise ModuleNotFoundError("No module named 'rose.nothing'", name="rose.nothing")
+
+    monkeypatch.setattr("rose.cli.entry._version", broken)
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["version"])
 
 
 def test_ctrl_c_is_status_130(monkeypatch):
     def interrupted(options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_version", interrupted)
+    monkeypatch.setattr("rose.cli.entry._version", interrupted)
     assert cli.main(["version"]) == 130
 
 

@@ -30,8 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "hub": {"errors", "config"},
     # The outermost rooms put everything together.
     "bench": EVERY_ROOM,
-    "doctor": EVERY_ROOM,
-    "cli": {*EVERY_ROOM, "bench", "doctor"},
+    "cli": {*EVERY_ROOM, "bench"},
     "__main__": {"cli"},
     "__init__": set(),
 }

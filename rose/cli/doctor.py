@@ -5,6 +5,7 @@ Knows packages, devices and backends; knows neither models nor serving.
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import sys
@@ -13,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import rose
+from rose.cli.shared import Commands, add_command
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +25,16 @@ _PACKAGES: dict[str, tuple[str, ...]] = {
     "gateway": ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "grpcio", "prometheus-client"),
     "gpu": ("triton", "flashinfer-python", "flash-attn-4", "nvidia-cutlass-dsl", "fla-core"),
 }
+
+
+def add_doctor(commands: Commands) -> None:
+    add_command(commands, "doctor", _doctor, "report versions, devices and attention backends", ("rose doctor",))
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    for line in report():
+        print(line, flush=True)
+    return 0
 
 
 def report() -> Iterator[str]:

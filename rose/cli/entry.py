@@ -1,0 +1,67 @@
+"""The parser of all commands, and what becomes of a command that fails.
+
+Knows the commands and the exit statuses: 0 done, 1 not as it should be, 2 wrong usage or refused at start-up, 130
+interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import rose
+from rose.cli.doctor import add_doctor
+from rose.cli.models import add_info, add_pull
+from rose.cli.serving import add_gateway, add_serve
+from rose.cli.shared import Command, Commands, add_command
+from rose.errors import RoseError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the console script `rose`."""
+    options = build_parser().parse_args(arguments)
+    command: Command = options.command
+    try:
+        return command(options)
+    except RoseError as error:
+        print(f"rose: {error.message}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "rose":
+            raise
+        print(f"rose: {_missing(error.name)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _missing(module: str) -> str:
+    return (
+        f"this command needs the Python module {module}, which is not installed here; "
+        "for serving, install rose-serving[gateway]"
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rose",
+        description="Serve embedders from one runtime: an engine process per device, and a thin HTTP and gRPC front.",
+        epilog="examples:\n  rose serve minilm\n  rose serve ./my-model --http 8080 --grpc 9090\n"
+        "  rose COMMAND --help    options and examples of one command",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"rose {rose.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add in (add_pull, add_serve, add_gateway, add_info, add_doctor, _add_version):
+        add(commands)
+    return parser
+
+
+def _add_version(commands: Commands) -> None:
+    add_command(commands, "version", _version, "print the version", ("rose version",))
+
+
+def _version(options: argparse.Namespace) -> int:
+    print(rose.__version__)
+    return 0

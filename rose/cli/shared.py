@@ -1,0 +1,54 @@
+"""What several commands share: how a command is added, how a model is named and found.
+
+Knows argparse and the hub; knows no command.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from rose.hub import DEFAULT_MODEL, Bars, resolve
+
+# argparse gives this type no public name, and it is generic for type checkers only.
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Command = Callable[[argparse.Namespace], int]
+
+
+def add_command(
+    commands: Commands, name: str, run: Command, summary: str, examples: Sequence[str]
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog="examples:\n" + "\n".join(f"  {example}" for example in examples),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(command=run)
+    return parser
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=DEFAULT_MODEL,
+        help="short name (rose pull --list), local folder, or hub id (owner/model); default: %(default)s",
+    )
+    parser.add_argument("--cache", type=Path, help="where pulled models are kept (default: $ROSE_CACHE, ~/.cache/rose)")
+
+
+def add_reading(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--pooling", choices=("mean", "cls", "last"), help="for a folder that does not state it")
+    attention = parser.add_mutually_exclusive_group()
+    attention.add_argument(
+        "--causal", dest="causal", action="store_true", default=None, help="each token sees the past"
+    )
+    attention.add_argument("--bidirectional", dest="causal", action="store_false", help="each token sees all others")
+
+
+def resolve_model(options: argparse.Namespace) -> Path:
+    return resolve(options.model, cache=options.cache, progress=Bars())

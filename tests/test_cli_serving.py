@@ -1,0 +1,173 @@
+"""`rose serve` and `rose gateway`: options reach the room they belong to, and the processes come up and go."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from rose import cli
+from rose.server.__main__ import build_parser as engine_parser
+
+PORTS = ["--http", "0", "--grpc", "off"]
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Catches what `rose serve` hands to the gateway room: (folder, config, engine commands)."""
+    calls = []
+
+    def serve(folder, config, engines, *, on_listening):
+        calls.append((folder, config, [list(engine("unix:/s")) for engine in engines]))
+        return 0
+
+    monkeypatch.setattr("rose.gateway.supervise.serve", serve)
+    return calls
+
+
+def test_the_front_gets_its_options(served, tmp_path):
+    options = ["--host", "0.0.0.0", "--http", "81", "--grpc", "82", "--timeout", "7.5", "--strict-dimensions"]
+    assert cli.main(["serve", str(tmp_path), *options]) == 0
+    folder, config, _ = served[0]
+    assert folder == tmp_path
+    assert (config.host, config.http_port, config.grpc_port) == ("0.0.0.0", 81, 82)
+    assert (config.default_timeout_s, config.strict_dimensions, config.replicas) == (7.5, True, ())
+
+
+def test_everything_binds_to_loopback_unless_told_otherwise(served, tmp_path):
+    cli.main(["serve", str(tmp_path)])
+    config = served[0][1]
+    assert (config.host, config.http_port, config.grpc_port) == ("127.0.0.1", 8080, None)
+
+
+def test_a_carrier_can_be_left_out(served, tmp_path):
+    cli.main(["serve", str(tmp_path), "--http", "off", "--grpc", "0"])
+    assert (served[0][1].http_port, served[0][1].grpc_port) == (None, 0)
+
+
+def test_the_engine_understands_every_option_it_is_handed(served, tmp_path):
+    """The engine's own parser reads the command line that `rose serve` makes."""
+    numbers = {"online-tokens": 11, "bulk-tokens": 12, "max-sequences": 13, "max-tokens": 14}
+    numbers |= {"max-queued-tokens": 15, "max-queued-requests": 16, "num-threads": 17}
+    options = [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
+    options += ["--dtype", "bfloat16", "--backend", "torch_sdpa", "--pooling", "last", "--bidirectional"]
+    cli.main(["serve", str(tmp_path), "--device", "cpu", "--name", "mine", *options])
+    (command,) = served[0][2]
+    assert command[1:3] == ["-m", "rose.server"]
+    read = vars(engine_parser().parse_args(command[3:]))
+    assert {name: read[name.replace("-", "_")] for name in numbers} == numbers
+    assert (read["dtype"], read["backend"], read["pooling"], read["causal"]) == (
+        "bfloat16",
+        "torch_sdpa",
+        "last",
+        False,
+    )
+    assert (read["model_folder"], read["device"], read["served_name"]) == (str(tmp_path), "cpu", "mine")
+
+
+def test_what_is_not_given_is_left_to_the_engine(served, tmp_path):
+    cli.main(["serve", str(tmp_path)])
+    read = vars(engine_parser().parse_args(served[0][2][0][3:]))
+    assert set(read) <= {"model_folder", "address", "device", "served_name", "log_level", "warm_up"}
+
+
+def test_one_engine_a_device(served, tmp_path):
+    cli.main(["serve", str(tmp_path), "--device", "cuda:0,cuda:1"])
+    devices = [vars(engine_parser().parse_args(command[3:]))["device"] for command in served[0][2]]
+    assert devices == ["cuda:0", "cuda:1"]
+
+
+@pytest.mark.parametrize(("asked", "name"), [("minilm", "minilm"), ("acme/embedder", "acme/embedder")])
+def test_clients_use_the_name_that_was_asked_for(served, tmp_path, monkeypatch, asked, name):
+    monkeypatch.setattr("rose.cli.serving.resolve_model", lambda options: tmp_path)
+    monkeypatch.chdir(tmp_path)
+    cli.main(["serve", asked])
+    assert vars(engine_parser().parse_args(served[0][2][0][3:]))["served_name"] == name
+
+
+def test_a_folder_is_served_under_its_own_name(served, tmp_path, monkeypatch):
+    (tmp_path / "my-model").mkdir()
+    monkeypatch.chdir(tmp_path / "my-model")
+    cli.main(["serve", "."])
+    assert vars(engine_parser().parse_args(served[0][2][0][3:]))["served_name"] == "my-model"
+
+
+def test_the_gateway_gets_its_replicas(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr("rose.gateway.run.run_front", lambda config, folder, **_: calls.append((config, folder)) or 0)
+    assert cli.main(["gateway", str(tmp_path), "--replica", "10.0.0.5:7000", "unix:/run/rose"]) == 0
+    config, folder = calls[0]
+    assert (config.replicas, folder) == (("10.0.0.5:7000", "unix:/run/rose"), tmp_path)
+
+
+def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
+    """A `rose` command that serves HTTP, and its base address."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rose.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("http://127.0.0.1:"), line
+    return process, line.split()[0]
+
+
+def get(url: str) -> dict:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.load(answer)
+
+
+def wait_ready(base: str) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            get(f"{base}/ready")
+        except OSError:
+            assert time.monotonic() < deadline, "not ready within 60 s"
+            time.sleep(0.1)
+        else:
+            return
+
+
+def embed(base: str, text: str) -> list[float]:
+    body = json.dumps({"model": "minilm", "input": text}).encode()
+    request = urllib.request.Request(f"{base}/v1/embeddings", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)["data"][0]["embedding"]
+
+
+@pytest.mark.weights
+def test_an_engine_and_a_gateway_of_its_own_answer_as_serve_does(minilm_folder: Path, tmp_path: Path):
+    serve, serve_base = start("serve", "minilm", *PORTS)
+    address = f"unix:{tmp_path}/engine"
+    engine = subprocess.Popen(
+        [sys.executable, "-m", "rose.server", str(minilm_folder), "--address", address, "--served-name", "minilm"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    gateway, gateway_base = start("gateway", "minilm", "--replica", address, *PORTS)
+    try:
+        for base in (serve_base, gateway_base):
+            wait_ready(base)
+        assert [model["id"] for model in get(f"{serve_base}/v1/models")["data"]] == ["minilm"]
+        first, second = (embed(base, "one front or another") for base in (serve_base, gateway_base))
+        assert len(first) == 384
+        assert first == second
+    finally:
+        for process in (serve, gateway, engine):
+            process.send_signal(signal.SIGTERM)
+        statuses = [process.wait(30) for process in (serve, gateway, engine)]
+        for process in (serve, gateway):
+            process.stdout.close()
+    assert statuses == [0, 0, 0]
