@@ -189,15 +189,20 @@ class LazyGraphs:
     def _may_capture(self, key: GraphKey) -> bool:
         if not self._capturable(key) or key not in self._seen:
             return False
-        if not self._held:
+        if self.metrics.bytes + self._typical_bytes <= self._max_bytes:
             return True
-        typical = self.metrics.bytes // len(self._held)
         coldest = next(iter(self._held.values()))
-        return self.metrics.bytes + typical <= self._max_bytes or self._runs - coldest.last_used >= COLD_AFTER
+        return self._runs - coldest.last_used >= COLD_AFTER
+
+    @property
+    def _typical_bytes(self) -> int:
+        return self.metrics.bytes // len(self._held) if self._held else 0
 
     def _capture(self, key: GraphKey, inputs: Tensor, forward: Forward) -> _Held | None:
         """Capture and hold, or None if this key has to stay plain."""
         assert self._capturer is not None
+        # Before, so that the device never holds more than the budget; what it really takes is known only after.
+        self._make_room(self._typical_bytes)
         try:
             packed = self._to_device(inputs)
             forward.load(packed, key)

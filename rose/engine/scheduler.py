@@ -195,7 +195,8 @@ class Scheduler:
         leader = bulk if overdue or online is None else online
         if leader is None:
             return None
-        self._bulk_passed_over = self._bulk_passed_over + 1 if bulk is not None else 0
+        oldest_bulk = None if bulk is None else bulk.first()
+        waits_at = -1 if oldest_bulk is None else oldest_bulk.next
         draft = Draft(self.budget, 1 if leader.alone else self._config.max_sequences)
         if overdue or leader.alone:
             self._fill(draft, leader, turns=1)
@@ -206,16 +207,16 @@ class Scheduler:
                     self._fill(draft, companions)
         self.queued_tokens -= draft.tokens
         self.queued_sequences -= draft.sequences
+        # The oldest one counts: others may fit into what ONLINE leaves batch after batch.
+        passed_over = oldest_bulk is not None and oldest_bulk.next == waits_at
+        self._bulk_passed_over = self._bulk_passed_over + 1 if passed_over else 0
         return Work(draft.runs, leader.outputs)
 
     def _fill(self, draft: Draft, lane: Lane, turns: int | None = None) -> None:
         cut_short: list[OpenRequest] = []
         while not draft.full and turns != 0 and len(cut_short) < LOOK_PAST and lane.first() is not None:
             request = lane.pop()
-            before = draft.tokens
             had_its_part = draft.take(request, 1 if request.single or not self._singles else PARTS)
-            if request.priority is Priority.BULK and draft.tokens > before:
-                self._bulk_passed_over = 0
             if not request.sequences_left:
                 self._close(request)
             elif had_its_part:

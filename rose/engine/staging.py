@@ -108,8 +108,7 @@ class Staging:
             # Always over by now if batches end in order and no more than `slots` are in flight; never skipped.
             fence.wait()
         layout = Layout.of(key)
-        lengths = work.lengths
-        lengths += dummy_lengths(key, work.tokens, work.sequences)
+        lengths = [*work.lengths, *dummy_lengths(key, work.tokens, work.sequences)]
         packed = self._room(slot, layout.size)
         self._fill(packed.numpy(), layout, work, lengths)
         longest = key.max_length if key.padded else max(lengths)

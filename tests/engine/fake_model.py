@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from rose.attention_backends.base import AttentionSpec
 from rose.batch import Batch
+from rose.engine.execution import DoneTicket, expected_end_after
 from rose.models.base import OutputSpec
 
 VOCAB = 1000
@@ -83,3 +84,36 @@ def expected_pooled(ids: np.ndarray, types: np.ndarray | None = None) -> np.ndar
 
 def expected_tokens(ids: np.ndarray) -> np.ndarray:
     return np.stack([ids, np.arange(len(ids)), np.zeros(len(ids))], axis=1).astype(np.float32)
+
+
+class ManualExecutor:
+    """Runs launched functions only when told to, in order."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[DoneTicket, Callable]] = []
+        self.expected: list[float | None] = []
+        self.last: DoneTicket | None = None
+
+    def launch(self, fn, *, expected_seconds=None):
+        self.last = DoneTicket(expected_end_after(self.last, expected_seconds))
+        self.waiting.append((self.last, fn))
+        self.expected.append(expected_seconds)
+        return self.last
+
+    def run_one(self, seconds: float = 0.001) -> None:
+        ticket, fn = self.waiting.pop(0)
+        try:
+            ticket.settle(fn(), seconds)
+        except Exception as error:
+            ticket.fail(error)
+
+    def fileno(self):
+        return None
+
+    def acknowledge(self):
+        pass
+
+    def close(self):
+        pass
