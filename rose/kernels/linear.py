@@ -13,8 +13,10 @@ from torch import Tensor
 
 from rose.kernels.activation import activate, activate_in_place, gated_activation, gated_activation_ref
 from rose.kernels.gemm import gemm, gemm_gated
+from rose.kernels.gemm_sm90 import gemm_sm90, runs_sm90
 from rose.kernels.launch import runs_triton
-from rose.kernels.tiles import Op, Tile, choose
+from rose.kernels.onednn_linear import linear_onednn, runs_onednn
+from rose.kernels.tiles import Op, Tile, choose, heuristic
 
 __all__ = [
     "activate",
@@ -33,7 +35,21 @@ def _tile(op: Op, x: Tensor, n: int) -> Tile | None:
     """None: the library serves this product."""
     if not runs_triton(x) or x.dtype not in (torch.bfloat16, torch.float16):
         return None
-    return choose(op, n, x.shape[1], x.shape[0])
+    tile = choose(op, n, x.shape[1], x.shape[0])
+    if tile is not None and tile.kind == "sm90" and not runs_sm90(x.device):
+        return heuristic(op, n, x.shape[1], x.shape[0])
+    return tile
+
+
+def run_tile(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, tile: Tile, *, pieces: bool, gated: bool
+) -> Tensor:
+    """One product on the GPU with a given tile: [T, N]; with `pieces` [split, T, N], fp32 where split > 1."""
+    if tile.kind == "sm90":
+        return gemm_sm90(x, weight, bias, activation, tile, pieces=pieces, gated=gated)
+    if gated:
+        return gemm_gated(x, weight, activation or "none", tile)
+    return gemm(x, weight, bias, activation, tile, pieces=pieces)
 
 
 def _check(activation: str | None) -> None:
@@ -60,8 +76,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: st
     _check(activation)
     tile = _tile("linear", x, weight.shape[0])
     if tile is None:
+        if runs_onednn(x):
+            return linear_onednn(x, weight, bias, activation)
         return activate_in_place(F.linear(x, weight, bias), activation)
-    return gemm(x, weight, bias, activation, tile, pieces=False)
+    return run_tile(x, weight, bias, activation, tile, pieces=False, gated=False)
 
 
 def linear_partial_ref(x: Tensor, weight: Tensor) -> Tensor:
@@ -75,7 +93,9 @@ def linear_partial(x: Tensor, weight: Tensor) -> Tensor:
         [P, T, N]: fp32 where P > 1, x's dtype or fp32 where P = 1. To be summed in order 0..P-1 by the consumer.
     """
     tile = _tile("partial", x, weight.shape[0])
-    return linear_partial_ref(x, weight) if tile is None else gemm(x, weight, None, None, tile, pieces=True)
+    if tile is not None:
+        return gemm(x, weight, None, None, tile, pieces=True)
+    return linear_onednn(x, weight, None, None).unsqueeze(0) if runs_onednn(x) else linear_partial_ref(x, weight)
 
 
 def linear_gated_ref(x: Tensor, weight: Tensor, activation: str = "silu") -> Tensor:
@@ -95,5 +115,6 @@ def linear_gated(x: Tensor, weight: Tensor, activation: str = "silu") -> Tensor:
     _check(activation)
     tile = _tile("gated", x, weight.shape[0] // 2)
     if tile is None:
-        return gated_activation(F.linear(x, weight), activation)
-    return gemm_gated(x, weight, activation, tile)
+        both = linear_onednn(x, weight, None, None) if runs_onednn(x) else F.linear(x, weight)
+        return gated_activation(both, activation)
+    return run_tile(x, weight, None, activation, tile, pieces=False, gated=True)

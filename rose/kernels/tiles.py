@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 Op = Literal["linear", "partial", "gated"]
+# "plain": rose/kernels/gemm.py; "prefetch": the same, asking the L2 cache for all weights of a program before it waits
+# for the kernel before it; "sm90": rose/kernels/gemm_sm90.py, which takes them into shared memory by then.
+Kind = Literal["plain", "prefetch", "sm90"]
 
 BUCKETS = (16, 32, 64, 128, 192, 256, 512, 1024)
 _TABLE = Path(__file__).with_name("tiles.json")
@@ -28,9 +31,10 @@ class Tile:
     Attributes:
         bm, bn, bk: tokens, output features and input features of a tile.
         split: pieces the input features are split into.
-        warps, stages: warps a program, depth of the software pipeline.
-        prefetch: ask for all the weights of a program before the wait for the kernel before it.
-        tma: load through the copy engine (descriptors) instead of through registers and `cp.async`.
+        warps, stages: warps a program, depth of the pipeline.
+        kind: which kernel.
+        ahead: sm90 only, tiles of weights that a program holds at a time, asked for before the wait; 0: all it needs.
+        late_launch: sm90 only, let the next kernel start after the wait instead of at the top.
     """
 
     bm: int
@@ -39,8 +43,9 @@ class Tile:
     split: int
     warps: int
     stages: int
-    prefetch: bool = False
-    tma: bool = False
+    kind: Kind = "plain"
+    ahead: int = 0
+    late_launch: bool = False
 
 
 def bucket(tokens: int) -> int | None:
@@ -49,18 +54,12 @@ def bucket(tokens: int) -> int | None:
 
 
 @cache
-def _table() -> dict[str, dict[str, list[int] | None]]:
-    loaded: dict[str, dict[str, list[int] | None]] = json.loads(_TABLE.read_text())
-    return loaded
-
-
-def tile_from_row(row: list[int]) -> Tile:
-    bm, bn, bk, split, warps, stages, prefetch, tma = row
-    return Tile(bm, bn, bk, split, warps, stages, bool(prefetch), bool(tma))
-
-
-def row_from_tile(tile: Tile) -> list[int]:
-    return [tile.bm, tile.bn, tile.bk, tile.split, tile.warps, tile.stages, int(tile.prefetch), int(tile.tma)]
+def _table() -> dict[str, dict[str, Tile | None]]:
+    """ "op:NxK" -> bucket -> tile; None where the library is faster."""
+    return {
+        name: {bucket: None if row is None else Tile(**row) for bucket, row in rows.items()}
+        for name, rows in json.loads(_TABLE.read_text()).items()
+    }
 
 
 def key(op: Op, n: int, k: int) -> str:
@@ -78,13 +77,13 @@ def choose(op: Op, n: int, k: int, tokens: int) -> Tile | None:
         return None
     rows = _table().get(key(op, n, k), {})
     if str(b) in rows:
-        row = rows[str(b)]
-        return None if row is None else tile_from_row(row)
+        return rows[str(b)]
     return heuristic(op, n, k, b)
 
 
-def heuristic(op: Op, n: int, k: int, b: int) -> Tile:
+def heuristic(op: Op, n: int, k: int, tokens: int) -> Tile:
     """A sane tile for any shape: fill one wave, split only where the product is left in pieces anyway."""
+    b = bucket(tokens) or BUCKETS[-1]
     bm = min(64, b) if b <= 256 else 128
     bn = 32 if op == "gated" or b <= 128 else 64
     while bn > 16 and bn >= 2 * n:

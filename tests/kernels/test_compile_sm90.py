@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
+import re
 
 import pytest
 import torch
 
+import rose.kernels
 from rose.kernels import tiles
 from rose.kernels.launch import triton
 from rose.kernels.tiles import Tile
@@ -15,7 +18,7 @@ from rose.kernels.tiles import Tile
 pytestmark = pytest.mark.skipif(
     triton is None or triton.knobs.runtime.interpret, reason="needs Triton's compiler, not its interpreter"
 )
-MODULES = ("activation", "add_norm", "embed_layer_norm", "gemm", "pool", "qk_norm_rope", "short_attention")
+MODULES = ("activation", "add_norm", "embed_layer_norm", "gemm", "gemm_sm90", "pool", "qk_norm_rope", "short_attention")
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
@@ -34,7 +37,9 @@ def signature(kernel, args, constants):
         if param.is_constexpr or (value == 1 if isinstance(value, int) and not param.do_not_specialize else False):
             types[param.name], values[param.name] = "constexpr", value
             continue
-        if isinstance(value, torch.Tensor):
+        if hasattr(value, "block_shape"):
+            types[param.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{value.block_shape},{value.layout!r}>"
+        elif isinstance(value, torch.Tensor):
             types[param.name] = TYPES[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
@@ -49,10 +54,12 @@ def signature(kernel, args, constants):
 def compile_sm90(kernel, args, constants, warps, stages):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     types, values, attributes = signature(kernel, args, constants)
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
     return triton.compile(
-        ASTSource(kernel, types, values, attributes),
+        source(kernel, types, values, attributes),
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": warps, "num_stages": stages, "launch_pdl": True},
     )
@@ -142,50 +149,49 @@ def test_short_attention(compiled, heads, kv_heads, head_dim, max_length, causal
 
 
 def _table_cases():
-    """One committed tile a shape: the first bucket that is not left to the library."""
+    """Every distinct committed tile of every shape."""
     for name, rows in tiles._table().items():
         op, shape = name.split(":")
         n, k = map(int, shape.split("x"))
-        kept = [(int(b), tiles.tile_from_row(row)) for b, row in rows.items() if row is not None]
-        yield from ((op, n, k, b, tile) for b, tile in kept[:1])
+        seen = set()
+        for bucket, tile in rows.items():
+            if tile is not None and tile not in seen:
+                seen.add(tile)
+                yield op, n, k, int(bucket), tile
 
 
 CASES = [
     *_table_cases(),
     ("linear", 3072, 1024, 128, Tile(64, 32, 64, 1, 4, 4)),
     ("linear", 200, 1000, 37, Tile(16, 32, 64, 1, 4, 3)),
-    ("partial", 1024, 4096, 128, Tile(64, 64, 64, 4, 4, 4, prefetch=True)),
-    ("gated", 3072, 1024, 128, Tile(64, 32, 64, 1, 4, 4, prefetch=True)),
+    ("partial", 1024, 4096, 128, Tile(64, 64, 64, 4, 4, 4, "prefetch")),
+    ("gated", 3072, 1024, 128, Tile(64, 32, 64, 1, 4, 4, "prefetch")),
+    ("linear", 3072, 1024, 128, Tile(128, 32, 128, 1, 8, 4, "sm90", late_launch=True)),
+    ("partial", 1024, 4096, 512, Tile(64, 64, 128, 4, 4, 4, "sm90")),
+    ("gated", 3072, 1024, 128, Tile(64, 32, 64, 1, 4, 4, "sm90", ahead=8)),
 ]
 
 
 @pytest.mark.parametrize(("op", "n", "k", "tokens", "tile"), CASES)
 def test_gemm(compiled, op, n, k, tokens, tile):
-    from rose.kernels.gemm import gemm, gemm_gated
+    from rose.kernels.linear import run_tile
 
-    x = bf16(tokens, k)
-    if op == "linear":
-        gemm(x, bf16(n, k), bf16(n), "gelu", tile, pieces=False)
-    elif op == "partial":
-        gemm(x, bf16(n, k), None, None, tile, pieces=True)
-    else:
-        gemm_gated(x, bf16(2 * n, k), "silu", tile)
+    gated, plain = op == "gated", op == "linear"
+    weight = bf16(2 * n if gated else n, k)
+    activation = "gelu" if plain else "silu" if gated else None
+    run_tile(bf16(tokens, k), weight, bf16(n) if plain else None, activation, tile, pieces=op == "partial", gated=gated)
     check(compiled, 1)
     if tile.bm >= 64:
         assert "wgmma" in compiled[0].asm["ptx"]
-    if tile.prefetch:
+    if tile.kind == "prefetch":
         assert "cp.async.bulk.prefetch.L2" in compiled[0].asm["ptx"]
 
 
 def test_every_kernel_of_the_room_is_covered():
     """A kernel file that is not in MODULES would escape these tests."""
-    import pkgutil
-
-    import rose.kernels
-
-    with_kernels = {
-        m.name
+    sources = {
+        m.name: inspect.getsource(importlib.import_module(f"rose.kernels.{m.name}"))
         for m in pkgutil.iter_modules(rose.kernels.__path__)
-        if "@jit" in inspect.getsource(importlib.import_module(f"rose.kernels.{m.name}"))
     }
+    with_kernels = {name for name, source in sources.items() if re.search(r"^@(_?jit|_kernel)\b", source, re.MULTILINE)}
     assert with_kernels == set(MODULES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -11,10 +10,19 @@ import torch.nn.functional as F
 
 from rose.kernels import activation, linear, tiles
 from rose.kernels.gemm import gemm, gemm_gated
+from rose.kernels.gemm_sm90 import runs_sm90, sm90_reason
 from rose.kernels.tiles import Tile
 
 SHAPES = [(1, 16, 16), (5, 24, 40), (37, 50, 100), (64, 32, 64), (70, 129, 33)]  # T, N, K
 TILE = Tile(16, 16, 32, 1, 4, 3)
+# T, N, K and a tile of the Hopper kernel: slots used again, one step, two warpgroups, tails of T, few tiles ahead.
+SM90 = [
+    (128, 256, 1024, Tile(64, 32, 64, 1, 4, 4, "sm90")),
+    (1, 64, 64, Tile(64, 32, 64, 1, 4, 4, "sm90")),
+    (333, 192, 512, Tile(128, 64, 128, 1, 8, 2, "sm90", ahead=2)),
+    (70, 96, 384, Tile(64, 32, 128, 1, 4, 3, "sm90", late_launch=True)),
+    (200, 128, 256, Tile(128, 128, 64, 1, 8, 3, "sm90", ahead=1, late_launch=True)),
+]
 ACTIVATIONS = {
     None: lambda x: x,
     "gelu": lambda x: 0.5 * x * (1 + torch.erf(x / 2**0.5)),
@@ -106,6 +114,27 @@ def test_a_rows_value_does_not_depend_on_its_place(place):
     assert torch.equal(whole.roll(7, 1), turned)
 
 
+@pytest.mark.parametrize(("T", "N", "K", "tile"), SM90)
+def test_sm90(place, close, T, N, K, tile):
+    """Random data, outputs poisoned: all epilogues of gemm_sm90.py against fp64."""
+    if place.device.type == "cpu" or place.dtype != torch.bfloat16 or not runs_sm90(place.device):
+        pytest.skip("needs Hopper and 16-bit values; there is no interpreter for Gluon")
+
+    def run(x, weight, bias, activation, tile, pieces=False, gated=False):
+        return linear.run_tile(x, weight, bias, activation, tile, pieces=pieces, gated=gated)
+
+    x, weight, bias = place.randn(T, K), place.randn(N, K, scale=K**-0.5), place.randn(N)
+    for name in ACTIVATIONS:
+        close(run(x, weight, bias, name, tile), ACTIVATIONS[name](product(x, weight) + bias.double()))
+    gate, up = product(x, weight).chunk(2, -1)
+    close(run(x, weight, None, "silu", tile, gated=True), F.silu(gate) * up)
+    close(run(x, weight, None, None, tile, pieces=True)[0], product(x, weight))
+    split = dataclasses.replace(tile, split=K // tile.bk)
+    pieces = run(x, weight, None, None, split, pieces=True)
+    close(pieces.double().sum(0), product(x, weight))
+    assert torch.equal(pieces.roll(7, 1), run(x.roll(7, 0), weight, None, None, split, pieces=True))
+
+
 def test_rows_past_the_tokens_are_not_touched(place):
     """Memory right behind x and out holds NaN: it is neither summed nor overwritten."""
     behind = torch.full((48, 64), float("nan"), device=place.device, dtype=place.dtype)
@@ -137,16 +166,16 @@ def test_unknown_activation_is_refused():
 
 
 def test_table_holds_only_launchable_tiles():
-    for name, rows in json.loads(tiles._TABLE.read_text()).items():
-        op = name.split(":")[0]
+    for name, rows in tiles._table().items():
+        op, shape = name.split(":")
+        n, k = map(int, shape.split("x"))
         assert op in ("linear", "partial", "gated")
-        for bucket, row in rows.items():
+        for bucket, tile in rows.items():
             assert int(bucket) in tiles.BUCKETS
-            if row is not None:
-                tile = tiles.tile_from_row(row)
-                assert tiles.row_from_tile(tile) == row
+            if tile is not None:
                 assert tile.split == 1 or op == "partial"
                 assert min(tile.bm, tile.bn, tile.bk) >= 16
+                assert tile.kind != "sm90" or sm90_reason(tile, n, k, gated=op == "gated") is None
 
 
 @pytest.mark.parametrize("op", ["linear", "partial", "gated"])
