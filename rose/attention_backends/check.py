@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class StaticAttention:
         q, k, v: [T, heads, head_dim], read at every run.
         calls: times the attention is run in a row, as the layers of a model would; each takes the result before it as
             its queries.
+        stream: where it all runs, or None for one of its own. Graphs reuse each other's memory on one stream only.
     """
 
     def __init__(
@@ -49,13 +51,16 @@ class StaticAttention:
         max_length: int,
         key: Hashable,
         calls: int = 1,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         self._backend = backend
         self.qkv = qkv
         self._calls = calls
         self._device = qkv[0].device
-        # None on the CPU, where nothing is captured.
-        self.stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        # Stays None on the CPU, where nothing is captured.
+        self.stream = stream
+        if stream is None and self._device.type == "cuda":
+            self.stream = torch.cuda.Stream(self._device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self._cu_seqlens = torch.zeros(sequences + 1, dtype=torch.int32, device=self._device)
         self._ids = torch.zeros(qkv[0].shape[0], dtype=torch.int32, device=self._device)
@@ -65,23 +70,23 @@ class StaticAttention:
     def plain(self, lengths: Sequence[int], slot: int = 0) -> Tensor:
         """Plan and run without a graph: [T, heads, head_dim], a copy."""
         with self._on_stream():
-            return self._run(self._batch(lengths), slot).clone()
+            return self._run(self.batch(lengths), slot).clone()
 
-    def capture(self, lengths: Sequence[int], slot: int = 0) -> None:
-        """Run once plainly, then capture."""
+    def capture(self, lengths: Sequence[int], slot: int = 0, pool: Any | None = None) -> None:
+        """Run once plainly, then capture, into the memory pool of other graphs if one is given."""
         self.plain(lengths, slot)
         assert self.stream is not None
         with self._on_stream():
-            plan = self._backend.plan(self._batch(lengths), slot)
+            plan = self._backend.plan(self.batch(lengths), slot)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=self.stream):
+        with torch.cuda.graph(self.graph, pool=pool, stream=self.stream):
             self._out = self._layers(plan)
 
     def replay(self, lengths: Sequence[int], slot: int = 0) -> Tensor:
         """Plan and replay: [T, heads, head_dim], a copy."""
         assert self.graph is not None
         with self._on_stream():
-            self._backend.plan(self._batch(lengths), slot)
+            self._backend.plan(self.batch(lengths), slot)
             self.graph.replay()
             return self._out.clone()
 
@@ -90,11 +95,14 @@ class StaticAttention:
         if self.stream is None:
             return False
         with self._on_stream():
-            return can_capture(self._backend.plan(self._batch(lengths)))
+            return can_capture(self._backend.plan(self.batch(lengths)))
 
-    def _batch(self, lengths: Sequence[int]) -> Batch:
+    def batch(self, lengths: Sequence[int]) -> Batch:
+        """A batch of these lengths in the static buffers."""
         offsets = torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32)
-        self._cu_seqlens.copy_(offsets)
+        if self.stream is not None:
+            offsets = offsets.pin_memory()  # else the copy would wait for the device, and nothing would overlap
+        self._cu_seqlens.copy_(offsets, non_blocking=True)
         return Batch(self._ids, self._ids, self._cu_seqlens, tuple(lengths), self._max_length, key=self._key)
 
     def _run(self, batch: Batch, slot: int) -> Tensor:

@@ -106,13 +106,3 @@ def choose(head_dim: int, load: Load, left_out: Mapping[str, str]) -> Choice | N
             return Choice(choice.backend, "; ".join([choice.reason, *skipped]))
         skipped.append(f"{choice.backend} would come before it but is left out: {left_out[choice.backend]}")
     return None
-
-
-def length_bound(longest: int, tokens: int) -> int:
-    """The bound of the longest sequence for a graph key: few of them, and the rules can still tell loads apart.
-
-    Args:
-        longest: tokens of the longest sequence of the batch, dummy ones included.
-        tokens: padded tokens of the batch.
-    """
-    return next((bound for bound in (64, 128, 256) if longest <= bound), tokens)

@@ -73,7 +73,7 @@ def test_a_right_answer_passes(monkeypatch: pytest.MonkeyPatch, spec: AttentionS
     ids=["one row NaN", "one row zero", "a thousandth too large", "heads swapped"],
 )
 def test_c129_a_wrong_answer_is_found(monkeypatch, spec: AttentionSpec, spoil: Callable[[Tensor], Tensor]) -> None:
-    """Reports C129, C130 (flash-attention#2192 and others): wrong on one architecture only."""
+    """Report C129 (flash-attention#2192), Report C130 (flash-attention#2591): wrong on one architecture only."""
     reason = _spoil(monkeypatch, spec, spoil)
     assert reason is not None
     assert "wrong when run plainly on 4/2 heads of 32, float32, bidirectional with lengths 44, 43, 43" in reason

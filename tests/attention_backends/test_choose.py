@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rose.attention_backends import backend_names
-from rose.attention_backends.choose import FALL_BACK, RULES, Load, choose, length_bound, rank
+from rose.attention_backends.choose import FALL_BACK, RULES, Load, choose, rank
 
 loads = st.builds(
     Load, tokens=st.integers(1, 1 << 17), sequences=st.integers(1, 1024), max_length=st.integers(1, 1 << 15)
@@ -66,11 +66,3 @@ def test_every_load_has_a_backend_that_may_serve_it(head_dim: int, load: Load, m
     ranked = [c.backend for c in rank(head_dim, load)]
     assert len(set(ranked)) == len(ranked)
     assert set(ranked) | {"triton_short"} == set(backend_names())
-
-
-@given(st.integers(1, 8192), st.integers(0, 8192))
-def test_the_bound_of_a_key_covers_its_longest_sequence(longest: int, padding: int) -> None:
-    bound = length_bound(longest, longest + padding)
-    assert bound >= longest
-    assert bound in (64, 128, 256, longest + padding)
-    assert (bound <= 256) >= (longest <= 256)

@@ -133,7 +133,7 @@ def test_c126_two_batches_in_flight_never_see_each_others_splits(
 def test_c126_a_slot_used_too_soon_waits_instead_of_overwriting(
     fake_flashinfer, fake_fence, fake_stream, cpu_spec
 ) -> None:
-    """Report C126: the same slot again and again while the device does nothing."""
+    """Report C126 (mstar#236): the same slot again and again while the device does nothing."""
     backend = FlashInfer2(cpu_spec, new_fence=fake_fence)
     for cut in range(1, 50):
         run_plan(backend, make_batch((cut, 100 - cut), key="k"))
@@ -170,7 +170,7 @@ def test_c124_a_key_is_one_shape(fake_flashinfer, fake_fence, cpu_spec) -> None:
 
 
 def test_c124_a_changed_launch_is_an_error_and_not_a_wrong_answer(fake_flashinfer, fake_fence, cpu_spec) -> None:
-    """Report C124: the grid of the capture no longer fits what was planned."""
+    """Report C124 (flashinfer#639, #411): the grid of the capture no longer fits what was planned."""
     backend = FlashInfer2(cpu_spec, new_fence=fake_fence)
     backend.plan(make_batch((3, 4), key="a"))
     fake_flashinfer.made[0].rows = 9
