@@ -135,7 +135,7 @@ class RoseHttp:
             str(folder),
             "--http",
             str(port),
-            "--threads",
+            "--num-threads",
             str(threads),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
@@ -160,13 +160,20 @@ class RoseHttp:
 
     def embed(self, texts: Sequence[str]) -> Vectors:
         body = json.dumps({"input": list(texts), "encoding_format": "base64"})
-        self._connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
-        answer = self._connection.getresponse()
+        try:
+            answer = self._post(body)
+        except ConnectionError:  # idle for longer than the server keeps a connection
+            self._connection.close()
+            answer = self._post(body)
         found = json.loads(answer.read())
         if answer.status != 200:
             raise StartupError(f"HTTP {answer.status}: {found}")
         rows = [np.frombuffer(base64.b64decode(item["embedding"]), "<f4") for item in found["data"]]
         return np.stack(rows)
+
+    def _post(self, body: str) -> http.client.HTTPResponse:
+        self._connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
+        return self._connection.getresponse()
 
     def close(self) -> None:
         self._connection.close()
