@@ -89,7 +89,7 @@ def _embeddings(config: GatewayConfig) -> dict[str, Any]:
     return {
         "tags": ["embeddings"],
         "summary": "Vectors for texts or token ids",
-        "description": f"At most {config.max_items} inputs and {config.max_body_bytes} bytes a request. "
+        "description": f"At most {config.max_items} inputs and {config.max_body_bytes / 2**20:g} MiB a request. "
         "data[i] belongs to input i. An input longer than the model takes is refused, unless `truncate` is set.",
         "parameters": _REQUEST_HEADERS,
         "requestBody": {

@@ -122,7 +122,10 @@ class Replica:
             await asyncio.sleep(pause)
 
     async def _connect(self) -> None:
-        self._client = await AsyncClient.connect(self.address, reconnect=False)
+        try:
+            self._client = await AsyncClient.connect(self.address, reconnect=False)
+        except Unavailable:
+            raise Unavailable("nothing listens there: it is loading, or gone") from None
         self._why = "connected, no model card yet: it is loading"
         card = await self._client.info(deadline_s=SILENCE_S)
         self._check_card(card, self.address)

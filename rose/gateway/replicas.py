@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rose.client import EmbedResult
-from rose.errors import DeadlineExceeded, Overloaded, RoseError, Unavailable
+from rose.errors import DeadlineExceeded, Overloaded, RoseError, StartupError, Unavailable
 from rose.gateway.metrics import Metrics
 from rose.gateway.parts import Part, at_item, check_answer, cut_parts, join
 from rose.gateway.replica import CheckCard, Replica
@@ -52,7 +52,7 @@ class ReplicaPool:
 
     @property
     def card(self) -> pb.ModelCard:
-        """What is served: the card of the first replica that was accepted.
+        """What is served: the card of the replica that was accepted last.
 
         Raises:
             Unavailable: no replica has been, yet.
@@ -157,13 +157,15 @@ class ReplicaPool:
         return cut_parts(sequences, max_tokens, max_items)
 
     def _check(self, card: pb.ModelCard, address: str) -> None:
-        """The first accepted card is what this front serves; the others must serve the same."""
+        """What the ready replicas serve is what this front serves; with none ready, the newcomer decides.
+
+        Raises:
+            StartupError: another model than the ready replicas', or what the front's own check raises.
+        """
         self._check_card(card, address)
-        if self._card is None:
-            self._card = card
-            return
-        if _identity(card) != _identity(self._card):
-            raise Unavailable(f"{address} serves {_identity(card)}, this front serves {_identity(self._card)}")
+        if self._card is not None and self.ready and _identity(card) != _identity(self._card):
+            raise StartupError(f"it serves {_identity(card)}, this front serves {_identity(self._card)}")
+        self._card = card
 
     def _reasons(self) -> str:
         return "; ".join(f"{replica.address}: {replica.reason}" for replica in self.replicas)

@@ -17,6 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from rose.errors import CheckpointError, TokenizerMismatch
+from rose.gateway.control_tokens import ControlTokenSplitter
 from rose.proto.convert import IntArray
 
 # Texts encoded between two looks at the clock of the interpreter lock: the library lets go of it, our id copies do not.
@@ -46,7 +47,7 @@ class TextTokenizer:
         self.special_tokens, self.suffix = _special_tokens(self._tokenizer)
         self.pool_depth = 0
         self._source = source
-        self._split: Tokenizer | None = None
+        self._split: tuple[Tokenizer, ControlTokenSplitter] | None = None
         self._inline_chars = inline_chars
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
 
@@ -64,12 +65,11 @@ class TextTokenizer:
         Args:
             split_special_tokens: encode control tokens written in a text as ordinary text.
         """
-        tokenizer = self._splitting() if split_special_tokens else self._tokenizer
-        found: list[IntArray] = []
-        for start in range(0, len(texts), CHUNK):
-            encodings = tokenizer.encode_batch_fast(list(texts[start : start + CHUNK]))
-            found += [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
-        return found
+        if split_special_tokens:
+            tokenizer, splitter = self._splitting()
+            closing = len(self.suffix)
+            return [splitter.split(ids, self.special_tokens - closing, closing) for ids in _encode(tokenizer, texts)]
+        return _encode(self._tokenizer, texts)
 
     async def encode_async(self, texts: Sequence[str], *, split_special_tokens: bool = False) -> list[IntArray]:
         """The same from the event loop: inline up to `inline_chars` characters in all, else in the pool."""
@@ -97,12 +97,19 @@ class TextTokenizer:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _splitting(self) -> Tokenizer:
+    def _splitting(self) -> tuple[Tokenizer, ControlTokenSplitter]:
         if self._split is None:  # made twice at worst, when two threads meet here
-            split = _bare(self._source)
-            split.encode_special_tokens = True
-            self._split = split
+            tokenizer = _bare(self._source)
+            self._split = (tokenizer, ControlTokenSplitter(tokenizer))
         return self._split
+
+
+def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[IntArray]:
+    found: list[IntArray] = []
+    for start in range(0, len(texts), CHUNK):
+        encodings = tokenizer.encode_batch_fast(list(texts[start : start + CHUNK]))
+        found += [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+    return found
 
 
 def _bare(source: bytes) -> Tokenizer:
