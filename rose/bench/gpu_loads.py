@@ -1,0 +1,193 @@
+"""`rose bench latency` and `rose bench scoring`: model folder → reference → each way in turn → rows, table, file.
+
+Knows the order of things; loads, drivers and rows are other files' business.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from rose.attention_backends.auto import AutoBackend
+from rose.attention_backends.choose import Load as AttentionLoad
+from rose.bench import loads
+from rose.bench.drivers import Driver, EngineDriver, GrpcDriver, HttpDriver, LinkDriver
+from rose.bench.machine import commit, cpu_model
+from rose.bench.processes import served
+from rose.bench.records import Facts, Row, write_rows
+from rose.bench.reference import Reference
+from rose.bench.shapes import SHAPES, build_checkpoint
+from rose.config import EngineConfig, ModelFolder, read_model_folder
+from rose.convert import load_model
+from rose.engine import build_engine
+from rose.models.base import ServedModel
+
+WAYS = ("engine", "link", "grpc", "http")
+GRAPH_BYTES = 4 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        action="append",
+        help=f"one of {', '.join(SHAPES)} (seeded random weights), or NAME=FOLDER; repeatable",
+    )
+    parser.add_argument("--via", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--tokens", nargs="+", type=int, help="latency: only these sequence lengths")
+    parser.add_argument("--batch", nargs="+", type=int, help="scoring: only these batch sizes")
+    parser.add_argument("--n", type=int, help="requests a load, instead of the published numbers")
+    parser.add_argument("--backend", default="auto", help="attention backend; auto chooses by load")
+    parser.add_argument("--seconds", type=float, default=60.0, help="most seconds a load may take")
+    parser.add_argument("--url", help="compare another OpenAI-compatible server: its address up to /embeddings")
+    parser.add_argument(
+        "--folders", type=Path, default=Path("/tmp/rose-shapes"), help="where made checkpoints are kept"
+    )
+    parser.add_argument("--out", type=Path, help="JSONL file of rows; a new run replaces the old rows of its loads")
+
+
+def main(load_name: str, arguments: argparse.Namespace, command: str) -> int:
+    """Run one kind of load; returns the exit status."""
+    wanted = [
+        loads.Load(load.name, load.tokens, load.batch, arguments.n or load.n)
+        for load in (loads.LATENCY if load_name == "latency" else loads.SCORING)
+        if (not arguments.tokens or load.tokens in arguments.tokens)
+        and (not arguments.batch or load.batch in arguments.batch)
+    ]
+    run_id = uuid.uuid4().hex[:8]
+    for spec in arguments.model or ["bge-m3", "pplx-embed-0.6b"]:
+        name, _, given = spec.partition("=")
+        folder = Path(given) if given else build_checkpoint(name, arguments.folders / name)
+        _run_model(name, folder, wanted, run_id, arguments, command)
+    return 0
+
+
+def _run_model(
+    name: str, folder: Path, wanted: Sequence[loads.Load], run_id: str, arguments: argparse.Namespace, command: str
+) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    read = read_model_folder(folder)
+    reference = Reference(folder, device)
+    facts = Facts(
+        run_id=run_id,
+        commit=commit(),
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        command=command,
+        machine=_machine(device),
+        model=name,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    for driver, backends in _drivers(name, folder, read, wanted, device, dtype, arguments):
+        rows = loads.run(
+            driver,
+            wanted,
+            reference,
+            vocab_size=read.architecture.vocab_size,
+            facts=facts,
+            backends=backends,
+            seconds_at_most=arguments.seconds,
+        )
+        if arguments.out is not None:
+            write_rows(arguments.out, rows)
+
+
+def _drivers(
+    name: str,
+    folder: Path,
+    read: ModelFolder,
+    wanted: Sequence[loads.Load],
+    device: torch.device,
+    dtype: torch.dtype,
+    arguments: argparse.Namespace,
+) -> Iterator[tuple[Driver, dict[tuple[int, int], str]]]:
+    """Each way in turn, ready; closed when the next one is asked for."""
+    if arguments.url:
+        with closing(HttpDriver(arguments.url, name)) as rival:
+            yield rival, {(load.tokens, load.batch): "unknown" for load in wanted}
+        return
+    model = load_model(read, device, dtype)
+    backends = _backends(model, wanted, device, dtype, arguments.backend)
+    if "engine" in arguments.via:
+        limits = EngineConfig(
+            max_tokens=read.max_tokens, bulk_tokens=max(16384, read.max_tokens), graph_bytes=GRAPH_BYTES
+        )
+        engine = build_engine(model, limits, device, dtype, backend=arguments.backend)
+        with closing(EngineDriver(engine)) as driver:
+            yield driver, backends
+        del engine, driver
+    del model
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    others = [way for way in arguments.via if way != "engine"]
+    if not others:
+        return
+    with served(folder, name, ["--backend", arguments.backend]) as where, closing(LinkDriver(where.link)) as link:
+        if "link" in others:
+            yield link, backends
+        if "grpc" in others:
+            with closing(GrpcDriver(where.grpc, link)) as grpc_driver:
+                yield grpc_driver, backends
+        if "http" in others:
+            with closing(HttpDriver(where.http, name, link)) as http_driver:
+                yield http_driver, backends
+
+
+def _backends(
+    model: ServedModel, wanted: Sequence[loads.Load], device: torch.device, dtype: torch.dtype, backend: str
+) -> dict[tuple[int, int], str]:
+    """(tokens, batch) -> the backend that serves it: the table's choice, or the one asked for."""
+    if backend != "auto":
+        return {(load.tokens, load.batch): backend for load in wanted}
+    auto = AutoBackend(model.attention_spec(device, dtype))
+    return {
+        (load.tokens, load.batch): auto.explain(
+            AttentionLoad(load.tokens * load.batch, load.batch, load.tokens)
+        ).backend
+        for load in wanted
+    }
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return (
+            f"1 x {torch.cuda.get_device_name(device)}, torch {torch.__version__}, Python {platform.python_version()}"
+        )
+    return f"{cpu_model()}, torch {torch.__version__}"
+
+
+def rows_table(rows: Sequence[Row]) -> str:
+    """Markdown table of rows."""
+    head = (
+        "| model | load | via | backend | p50 ms | p99 ms | per s | graph hits |\n|---|---|---|---|---|---|---|---|\n"
+    )
+    return head + "".join(
+        f"| {r.model} | {r.batch} × {r.tokens} | {r.via} | {r.backend} "
+        f"| {r.p50_ms:.3f} | {r.p99_ms:.3f} | {r.per_s:.0f} | {r.graph_hit_share:.0%} |\n"
+        for r in rows
+    )
+
+
+def _standalone() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("load", choices=("latency", "scoring"))
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    import shlex
+    import sys
+
+    started = time.perf_counter()
+    status = main(arguments.load, arguments, shlex.join(["python", "-m", "rose.bench.gpu_loads", *sys.argv[1:]]))
+    print(f"done in {time.perf_counter() - started:.0f} s")
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(_standalone())

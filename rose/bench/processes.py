@@ -1,0 +1,102 @@
+"""An engine process and a front process of this installation, started for a load and ended after it.
+
+Knows command lines; knows neither loads nor models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose.errors import StartupError
+
+START_SECONDS = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Addresses of what was started."""
+
+    link: str
+    http: str
+    grpc: str
+
+
+@contextlib.contextmanager
+def served(folder: Path, name: str, engine_args: Sequence[str] = ()) -> Iterator[Served]:
+    """`python -m rose.server` and `rose gateway` on `folder`, ready to answer.
+
+    Raises:
+        StartupError: one of them ended or did not get ready in time; its output is in the message.
+    """
+    with tempfile.TemporaryDirectory(prefix="rose-bench-") as scratch:
+        link = f"unix:{scratch}/engine.sock"
+        http_port, grpc_port = _free_port(), _free_port()
+        log = Path(scratch) / "log"
+        with log.open("wb") as sink, contextlib.ExitStack() as stack:
+            python = (sys.executable, "-m")
+            served_as = ("--served-name", name)
+            engine = _start(
+                stack, [*python, "rose.server", str(folder), "--address", link, *served_as, *engine_args], sink
+            )
+            _await_file(Path(scratch) / "engine.sock", engine, log)
+            ports = ("--http", str(http_port), "--grpc", str(grpc_port))
+            front = _start(stack, [*python, "rose.cli", "gateway", str(folder), "--replica", link, *ports], sink)
+            _await_ready(f"http://127.0.0.1:{http_port}/ready", (engine, front), log)
+            yield Served(link, f"http://127.0.0.1:{http_port}/v1", f"127.0.0.1:{grpc_port}")
+
+
+def _start(stack: contextlib.ExitStack, command: Sequence[str], sink: object) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ})  # type: ignore[call-overload]
+    stack.callback(_end, process)
+    return process  # type: ignore[no-any-return]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _await_file(path: Path, process: subprocess.Popen[bytes], log: Path) -> None:
+    _await(path.exists, (process,), log)
+
+
+def _await_ready(url: str, processes: Sequence[subprocess.Popen[bytes]], log: Path) -> None:
+    def ready() -> bool:
+        try:
+            with urllib.request.urlopen(url, timeout=2) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    _await(ready, processes, log)
+
+
+def _await(condition: object, processes: Sequence[subprocess.Popen[bytes]], log: Path) -> None:
+    end = time.monotonic() + START_SECONDS
+    while not condition():  # type: ignore[operator]
+        if any(process.poll() is not None for process in processes) or time.monotonic() > end:
+            raise StartupError(f"a process did not get ready:\n{log.read_text(errors='replace')[-4000:]}")
+        time.sleep(0.05)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,208 @@
+"""Checkpoint folders of the published models' exact shapes, with seeded random weights, made on the spot.
+
+Speed depends on shapes, not on values; real weights take their place where a folder is given. The folders are ordinary
+ones: ROSE, transformers and other servers read them. Knows shapes; knows neither engines nor clocks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SEED = 20260904
+_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One model to build.
+
+    Attributes:
+        config: config.json, as the published checkpoint has it where speed or loading depends on it.
+        pooling: mode of 1_Pooling.
+        normalize: whether a Normalize module follows.
+        transformers_class: class of transformers whose parameter names and shapes the checkpoint has.
+    """
+
+    config: Mapping[str, Any]
+    pooling: str
+    normalize: bool
+    transformers_class: str
+
+
+_XLM_R = {
+    "model_type": "xlm-roberta",
+    "architectures": ["XLMRobertaModel"],
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-05,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "type_vocab_size": 1,
+    "position_embedding_type": "absolute",
+    "attention_probs_dropout_prob": 0.0,
+    "hidden_dropout_prob": 0.0,
+    "torch_dtype": "bfloat16",
+}
+_QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "torch_dtype": "bfloat16",
+}
+_PPLX = {
+    **_QWEN3,
+    "model_type": "bidirectional_pplx_qwen3",
+    "architectures": ["PPLXQwen3Model"],
+    "use_bidirectional_attention": True,
+}
+
+# Numbers of the published checkpoints' config.json files.
+SHAPES: Mapping[str, Shape] = {
+    "bge-m3": Shape(
+        config={
+            **_XLM_R,
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+            "vocab_size": 250002,
+            "max_position_embeddings": 8194,
+        },
+        pooling="cls",
+        normalize=True,
+        transformers_class="XLMRobertaModel",
+    ),
+    "pplx-embed-0.6b": Shape(
+        config={
+            **_PPLX,
+            "hidden_size": 1024,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 3072,
+            "vocab_size": 151936,
+            "max_position_embeddings": 32768,
+        },
+        pooling="mean",
+        normalize=False,
+        transformers_class="Qwen3Model",
+    ),
+    # For trying the loads where there is no GPU.
+    "tiny-bge-m3": Shape(
+        config={
+            **_XLM_R,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 128,
+            "vocab_size": 1000,
+            "max_position_embeddings": 8194,
+        },
+        pooling="cls",
+        normalize=True,
+        transformers_class="XLMRobertaModel",
+    ),
+    "tiny-pplx-embed": Shape(
+        config={
+            **_PPLX,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "intermediate_size": 96,
+            "vocab_size": 1000,
+            "max_position_embeddings": 8192,
+        },
+        pooling="mean",
+        normalize=False,
+        transformers_class="Qwen3Model",
+    ),
+}
+
+
+def build_checkpoint(name: str, folder: Path, *, seed: int = SEED) -> Path:
+    """Write the folder of `name` unless it is there already; returns it.
+
+    Raises:
+        KeyError: no such shape.
+    """
+    shape = SHAPES[name]
+    if (folder / "model.safetensors").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_files(shape, folder)
+    _write_weights(shape, folder, seed)
+    return folder
+
+
+def _write_files(shape: Shape, folder: Path) -> None:
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling")] + ([("2_Normalize", "Normalize")] * shape.normalize)
+    _dump(folder / "config.json", shape.config)
+    _dump(
+        folder / "modules.json",
+        [
+            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for i, (path, kind) in enumerate(modules)
+        ],
+    )
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    _dump(
+        folder / "1_Pooling" / "config.json",
+        {
+            "word_embedding_dimension": shape.config["hidden_size"],
+            "pooling_mode_cls_token": shape.pooling == "cls",
+            "pooling_mode_mean_tokens": shape.pooling == "mean",
+        },
+    )
+    _write_tokenizer(folder)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """Words by white space, a handful of them known: the loads send ids, a front only has to have a tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<s>", "<pad>", "</s>", "<unk>", *(chr(c) for c in range(ord("a"), ord("z") + 1))]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _dump(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def _write_weights(shape: Shape, folder: Path, seed: int) -> None:
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    config = dict(shape.config)
+    if shape.transformers_class == "Qwen3Model":
+        config["model_type"] = "qwen3"
+    made = transformers.AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = getattr(transformers, shape.transformers_class)(made)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(seed)
+    tensors = {}
+    for name, meta in model.state_dict().items():
+        if "pooler" in name or not meta.is_floating_point():
+            continue
+        value = torch.randn(meta.shape, generator=generator, device=device) * _STD
+        if "norm" in name.lower() and name.endswith("weight"):
+            value += 1
+        tensors[name] = value.to(torch.bfloat16).cpu()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _dump(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
