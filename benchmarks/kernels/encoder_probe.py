@@ -8,8 +8,6 @@ up to more than the whole) and by running it alone in a chain.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -267,8 +265,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     if args.tiles:
-        tiles._table().clear()
-        tiles._table().update(json.loads(args.tiles.read_text()))
+        tiles._TABLE = args.tiles
     report = Report(args.out / "encoder_probe.json")
     for kind in (k for k in (Bge, Pplx) if k.name in args.models):
         for tokens in args.tokens:
@@ -280,7 +277,7 @@ def main() -> None:
             report.section(f"{name} shares", lambda p=probe: shares(report, p))
             for op, n, k in products(probe):
                 tile = tiles.choose(op, n, k, tokens)
-                print(f"   tile {op} {n}x{k}: {tile and dataclasses.astuple(tile)}", flush=True)
+                print(f"   tile {op} {n}x{k}: {tile and tile}", flush=True)
 
 
 def products(probe: Bge | Pplx) -> list[tuple[tiles.Op, int, int]]:

@@ -1,0 +1,335 @@
+"""Choose the tiles of rose/kernels/tiles.json by measuring on this GPU.
+
+    PYTHONPATH=. python benchmarks/kernels/tune_gemm.py --out DIR [--tokens 64 128] [--shapes bge pplx] [--seconds 240]
+
+Two rounds: a coarse list of tiles for every product, then the neighbours of the best. In each round worker processes
+compile the candidates (into Triton's cache) and check them against the library on a batch with a tail, so that one that
+is wrong is out and one that crashes takes only its worker along. Then this process times those that passed: 24 weights
+in turn in one graph, each product beside the norm that is its neighbour in a model, so that dependent launch, the L2
+cache and the cost of reading pieces count as they will. Table and times are written after every product; the library
+(null) gets a row where it is faster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import queue
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from timing import Report, floor_us, graph_us, out_argument
+from torch import Tensor
+
+from rose.kernels import tiles
+from rose.kernels.activation import activate_in_place, gated_activation
+from rose.kernels.add_norm import add_rms_norm, rms_norm
+from rose.kernels.gemm_sm90 import sm90_reason
+from rose.kernels.linear import run_tile
+from rose.kernels.tiles import Op, Tile
+
+DEVICE = "cuda"
+LAYERS = 24
+
+
+class Product(NamedTuple):
+    op: Op
+    n: int
+    k: int
+    activation: str | None = None
+    bias: bool = False
+
+    @property
+    def gated(self) -> bool:
+        return self.op == "gated"
+
+
+SHAPES: dict[str, list[Product]] = {
+    "bge": [
+        Product("linear", 3072, 1024, None, True),
+        Product("partial", 1024, 1024),
+        Product("linear", 4096, 1024, "gelu", True),
+        Product("partial", 1024, 4096),
+    ],
+    "pplx": [
+        Product("linear", 4096, 1024),
+        Product("partial", 1024, 2048),
+        Product("gated", 3072, 1024, "silu"),
+        Product("partial", 1024, 3072),
+    ],
+}
+
+
+def coarse(p: Product, tokens: int) -> Iterator[Tile]:
+    """About a wave of programs; pieces only where they are read anyway."""
+    splits = (1, 2, 4, 8) if p.op == "partial" and tokens <= 512 else (1,)
+    for split, (bm, bn) in itertools.product(
+        splits, ((32, 64), (64, 32), (64, 64), (128, 32), (64, 128), (128, 64), (128, 128))
+    ):
+        programs = -(-tokens // bm) * (p.n // bn) * split
+        if bm > max(64, tokens) or not 60 <= programs <= max(264, tokens * p.n // (64 * 64)):
+            continue
+        warps = 8 if bm == 128 else 4
+        yield Tile(bm, bn, 64, split, 8 if bm * bn >= 128 * 128 else 4, 4)
+        yield Tile(bm, bn, 128, split, 8 if bm * bn >= 128 * 128 else 4, 3)
+        yield Tile(bm, bn, 128, split, warps, 4, "sm90")
+        yield Tile(bm, bn, 64, split, warps, 4, "sm90", 6)
+
+
+def near(p: Product, tokens: int, tile: Tile) -> Iterator[Tile]:
+    """One thing changed at a time, and the two that go together."""
+    change = dataclasses.replace
+    for stages in (2, 3, 4, 5, 6, 8):
+        yield change(tile, stages=stages)
+    yield change(tile, bk=192 - tile.bk)
+    yield change(tile, warps=12 - tile.warps)
+    if p.op == "partial" and tokens <= 512:
+        for split in {max(1, tile.split - 1), tile.split + 1, tile.split + 2} - {tile.split}:
+            yield change(tile, split=split)
+    if tile.kind == "sm90":
+        yield change(tile, late_launch=True)
+        for ahead in (0, 2, 3, 4, 6):
+            yield change(tile, ahead=ahead)
+            yield change(tile, ahead=ahead, late_launch=True)
+    else:
+        yield change(tile, kind="prefetch")
+        yield change(tile, bk=192 - tile.bk, kind="prefetch")
+
+
+def possible(p: Product, found: Iterable[Tile]) -> list[Tile]:
+    """Those that can be launched, each once."""
+    halves = 2 if p.gated else 1
+    kept: dict[Tile, None] = {}
+    for tile in found:
+        if tile.kind == "sm90":
+            fits = tile.bm >= 64 and sm90_reason(tile, p.n, p.k, gated=p.gated) is None
+        else:
+            fits = tile.stages * (tile.bm + halves * tile.bn) * tile.bk * 2 <= 220 * 1024
+        if fits and p.k % (tile.bk * tile.split) == 0 and p.n % tile.bn == 0:
+            kept[tile] = None
+    return list(kept)
+
+
+def weights(p: Product, count: int) -> list[Tensor]:
+    shape = (p.n * (2 if p.gated else 1), p.k)
+    return [(torch.randn(shape, device=DEVICE) * 0.02).to(torch.bfloat16) for _ in range(count)]
+
+
+def library(p: Product, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    y = F.linear(x, w, bias)
+    if p.gated:
+        return gated_activation(y, p.activation or "silu")
+    return y.unsqueeze(0) if p.op == "partial" else activate_in_place(y, p.activation)
+
+
+def product(p: Product, x: Tensor, w: Tensor, bias: Tensor | None, tile: Tile | None) -> Tensor:
+    if tile is None:
+        return library(p, x, w, bias)
+    return run_tile(x, w, bias, p.activation, tile, pieces=p.op == "partial", gated=p.gated)
+
+
+# -- 1. compile and check, in processes of their own
+
+
+def check(p: Product, tile: Tile) -> str | None:
+    """None if the tile is right on a batch with a tail, else what is wrong."""
+    torch.manual_seed(0)
+    x = torch.randn(200, p.k, device=DEVICE).to(torch.bfloat16)
+    w = weights(p, 1)[0]
+    bias = torch.randn(p.n, device=DEVICE).to(torch.bfloat16) if p.bias else None
+    out = product(p, x, w, bias, tile)
+    torch.cuda.synchronize()
+    ref = F.linear(x.float(), w.float(), None if bias is None else bias.float())
+    if p.gated:
+        ref = gated_activation(ref, p.activation or "silu")
+    elif p.op == "partial":
+        out = out.float().sum(0)
+    else:
+        ref = activate_in_place(ref, p.activation)
+    error = float((out.float() - ref).norm() / ref.norm())
+    return None if error < 6e-3 else f"relative error {error:.2e}"
+
+
+def worker(tasks: multiprocessing.Queue, results: multiprocessing.Queue) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    while (task := tasks.get()) is not None:
+        p, tile = task
+        try:
+            results.put((p, tile, check(p, tile)))
+        except Exception as error:
+            results.put((p, tile, f"{type(error).__name__}: {error}"[:300]))
+            if "CUDA error" in str(error) or "illegal" in str(error):  # this process's context is lost
+                return
+
+
+class Checkers:
+    """Worker processes that compile and check candidates; a lost one is not replaced."""
+
+    def __init__(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.tasks, self.results = context.Queue(), context.Queue()
+        self.processes = [
+            context.Process(target=worker, args=(self.tasks, self.results), daemon=True) for _ in range(count)
+        ]
+        for process in self.processes:
+            process.start()
+        self.known: dict[tuple[Product, Tile], bool] = {}
+
+    def passed(self, wanted: Iterable[tuple[Product, Tile]], deadline: float) -> None:
+        """Check what is not known yet; what the deadline leaves unchecked counts as out."""
+        new = [task for task in dict.fromkeys(wanted) if task not in self.known]
+        for task in new:
+            self.tasks.put(task)
+        done = bad = 0
+        while done < len(new) and time.perf_counter() < deadline:
+            try:
+                p, tile, reason = self.results.get(timeout=1)
+            except queue.Empty:
+                if not any(process.is_alive() for process in self.processes):
+                    break
+                continue
+            done += 1
+            self.known[p, tile] = reason is None
+            if reason is not None:
+                bad += 1
+                if bad <= 8:
+                    print("  out:", tuple(p), tile, reason, flush=True)
+        print(f"checked {done} of {len(new)} candidates, {bad} out", flush=True)
+
+    def good(self, p: Product, found: list[Tile]) -> list[Tile]:
+        return [tile for tile in found if self.known.get((p, tile), False)]
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.terminate()
+
+
+# -- 2. time
+
+
+def chain(p: Product, tokens: int, tile: Tile | None, ws: list[Tensor]) -> Callable[[], None]:
+    """All weights in turn, each product beside its neighbouring norm."""
+    torch.manual_seed(1)
+    x = torch.randn(tokens, p.k, device=DEVICE).to(torch.bfloat16)
+    gain = torch.ones(p.k, device=DEVICE, dtype=torch.bfloat16)
+    residual = torch.randn(tokens, p.n, device=DEVICE).to(torch.bfloat16)
+    out_gain = torch.ones(p.n, device=DEVICE, dtype=torch.bfloat16)
+    bias = torch.randn(p.n, device=DEVICE).to(torch.bfloat16) if p.bias else None
+
+    def run() -> None:
+        for w in ws:
+            if p.op == "partial":
+                add_rms_norm(product(p, x, w, None, tile), residual, out_gain, 1e-6)
+            else:
+                product(p, rms_norm(x, gain, 1e-6), w, bias, tile)
+
+    return run
+
+
+Timed = dict[Tile | None, float]
+
+
+def measure(p: Product, tokens: int, found: Iterable[Tile | None], ws: list[Tensor], repeats: int = 8) -> Timed:
+    times: Timed = {}
+    for tile in found:
+        try:
+            times[tile] = graph_us(chain(p, tokens, tile, ws), repeats) / len(ws)
+        except Exception as error:
+            print("  failed:", tile, error, flush=True)
+    return times
+
+
+def best_of(times: Timed, count: int) -> list[Tile | None]:
+    return sorted(times, key=lambda tile: times[tile])[:count]
+
+
+def conclude(report: Report, p: Product, tokens: int, times: Timed, ws: list[Tensor]) -> Tile | None:
+    """Time the best again, longer, and report."""
+    finals = measure(p, tokens, {*best_of(times, 5), None}, ws, 40)
+    order = best_of(finals, 4)
+    factor = 2 if p.gated else 1
+    report.row(
+        product=tiles.key(p.op, p.n, p.k),
+        tokens=tokens,
+        us_with_norm=finals[order[0]],
+        library_us_with_norm=finals[None],
+        floor_us=floor_us(2 * (factor * p.n * p.k + tokens * (p.k + p.n)), 2 * tokens * p.k * p.n * factor),
+        best=[(round(finals[t], 2), None if t is None else as_row(t)) for t in order],
+        best_of_kind={
+            kind: round(min((us for t, us in times.items() if t is not None and t.kind == kind), default=-1.0), 2)
+            for kind in ("plain", "prefetch", "sm90")
+        },
+    )
+    return order[0]
+
+
+# -- 3. write
+
+
+def as_row(tile: Tile) -> dict[str, object]:
+    defaults = {f.name: f.default for f in dataclasses.fields(Tile)}
+    return {name: value for name, value in dataclasses.asdict(tile).items() if value != defaults[name]}
+
+
+def write(path: Path, table: dict[str, dict[str, Tile | None]]) -> None:
+    """One line a bucket, so that a change reads well."""
+    products = []
+    for name in sorted(table):
+        rows = [
+            f'  "{b}": {json.dumps(None if t is None else as_row(t))}'
+            for b, t in sorted(table[name].items(), key=lambda item: int(item[0]))
+        ]
+        products.append(f'"{name}": {{\n' + ",\n".join(rows) + "\n}")
+    path.write_text("{\n" + ",\n".join(products) + "\n}\n")
+
+
+def main() -> None:
+    parser = out_argument("tiles.json and tune_gemm.json")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 64, 256, 192, 1024])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--seconds", type=float, default=240, help="stop choosing after this long")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    args = parser.parse_args()
+    began = time.perf_counter()
+    by_key: dict[str, Product] = {}
+    for p in (p for name in args.shapes for p in SHAPES[name]):
+        by_key.setdefault(tiles.key(p.op, p.n, p.k), p)
+    products = list(by_key.values())
+    plan = [(p, m) for m in args.tokens for p in products]
+    checkers = Checkers(args.workers)
+    report = Report(args.out / "tune_gemm.json")
+    table = {name: dict(rows) for name, rows in tiles._table().items()}
+    ws = {p: weights(p, LAYERS) for p in products}
+    times: dict[tuple[Product, int], Timed] = {}
+
+    lists = {(p, m): possible(p, coarse(p, m)) for p, m in plan}
+    checkers.passed(((p, tile) for (p, _), found in lists.items() for tile in found), began + 0.4 * args.seconds)
+    print(f"coarse list compiled after {time.perf_counter() - began:.0f} s", flush=True)
+    for p, m in plan:
+        times[p, m] = measure(p, m, [None, *checkers.good(p, lists[p, m])], ws[p])
+    print(f"and timed after {time.perf_counter() - began:.0f} s", flush=True)
+
+    for p, m in plan:
+        seeds = [tile for tile in best_of(times[p, m], 3) if tile is not None]
+        lists[p, m] = [t for t in possible(p, (n for seed in seeds for n in near(p, m, seed))) if t not in times[p, m]]
+    checkers.passed(((p, tile) for (p, _), found in lists.items() for tile in found), began + 0.75 * args.seconds)
+    checkers.stop()
+    print(f"neighbours compiled after {time.perf_counter() - began:.0f} s", flush=True)
+    for p, m in plan:
+        if time.perf_counter() - began < args.seconds:
+            times[p, m] |= measure(p, m, checkers.good(p, lists[p, m]), ws[p])
+        bucket = str(tiles.bucket(m))
+        table.setdefault(tiles.key(p.op, p.n, p.k), {})[bucket] = conclude(report, p, m, times[p, m], ws[p])
+        write(args.out / "tiles.json", table)
+    print(f"done after {time.perf_counter() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
