@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rose.attention_backends.base import AttentionBackend
+from rose.attention_backends.base import AttentionBackend, can_capture
 from rose.batch import Batch
 from rose.engine.buckets import GraphKey
 from rose.engine.lazy_tensor import HostArray
@@ -31,6 +31,10 @@ class BatchForward:
     def load(self, packed: Tensor, graph_key: GraphKey | None) -> None:
         self._batch = self._staged.batch(packed, graph_key)
         self._batch.attention = self._backend.plan(self._batch, self._staged.slot)
+
+    @property
+    def capturable(self) -> bool:
+        return self._batch.attention is not None and can_capture(self._batch.attention)
 
     def run(self) -> dict[str, Tensor]:
         return self._model(self._batch, self._staged.key.outputs)

@@ -75,6 +75,11 @@ class Forward(Protocol):
         """
         ...
 
+    @property
+    def capturable(self) -> bool:
+        """Whether what was loaded may be captured and replayed after later loads of the same key."""
+        ...
+
     def run(self) -> Outputs:
         """Launch the model on what was loaded."""
         ...
@@ -206,6 +211,9 @@ class LazyGraphs:
         try:
             packed = self._to_device(inputs)
             forward.load(packed, key)
+            if not forward.capturable:
+                self._refuse(key, "its attention is bound to one split")
+                return None
             held = _Held(packed, forward, self._capturer.capture(key, forward.run), self._runs)
         except torch.OutOfMemoryError:
             # What is held now is what fits; from here on a new graph needs a cold one's place.

@@ -20,6 +20,7 @@ class NoAttention:
     """A backend that plans nothing and remembers what it was asked for."""
 
     name = "none"
+    capturable = True
 
     def __init__(self) -> None:
         self.planned: list[tuple[object, int]] = []

@@ -1,4 +1,4 @@
-"""The engine on a CUDA device: graphs equal plain runs, two batches in flight keep their rows, memory runs out safely."""
+"""The engine on a CUDA device: graphs equal plain runs, two in flight keep their rows, memory runs out safely."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_one_token_sequences(engine: Engine) -> None:
 
 
 def test_two_batches_in_flight_keep_their_rows(engine: Engine) -> None:
-    """Report C126 (mstar P#236): staging of the next step must not reach the running one. 10,000 steps, other splits."""
+    """Report C126 (mstar P#236): staging of the next step must not reach the running one. 10,000 steps."""
     generator = np.random.default_rng(11)
     pool = sequences([1, 5, 17, 30, 33, 47, 61, 64])
     expected = [embed(engine, [item])[0] for item in pool]

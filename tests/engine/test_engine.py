@@ -401,3 +401,16 @@ def test_closing_lets_what_is_in_flight_finish():
     engine.close()
     assert result.outputs["pooled"].ready()
     np.testing.assert_array_equal(result.outputs["pooled"].result()[0], expected_pooled(sequences(5)[0]))
+
+
+def test_every_launch_fences_the_slot_it_wrote(monkeypatch):
+    fences: list[tuple[int, object]] = []
+    monkeypatch.setattr("rose.engine.staging.Staging.fence", lambda self, slot, ticket: fences.append((slot, ticket)))
+    engine, executor = manual()
+    launched = []
+    for number in range(4):
+        engine.add(Request(number, sequences(3)))
+        engine.step()
+        launched.append(executor.last)
+        executor.run_one()
+    assert fences == list(zip([0, 1, 0, 1], launched, strict=True))

@@ -55,6 +55,7 @@ class Sum:
     def __init__(self) -> None:
         self.loads: list[GraphKey | None] = []
         self.full = False
+        self.capturable = True
 
     def load(self, packed, graph_key):
         if self.full and graph_key is not None:
@@ -76,6 +77,18 @@ def make(capturer: FakeCapturer | None, max_bytes: int = 1 << 20) -> tuple[LazyG
     released: list[GraphKey] = []
     graphs.on_release(released.append)
     return graphs, released
+
+
+def test_a_plan_bound_to_one_split_is_never_captured() -> None:
+    capturer = FakeCapturer()
+    graphs, released = make(capturer)
+    forward = Sum()
+    forward.capturable = False
+    for number in range(4):
+        assert run(graphs, key(64), number, forward) == number + 1
+    assert graphs.metrics.hits == graphs.metrics.captures == 0
+    assert graphs.metrics.failed == 1
+    assert released == [key(64)]
 
 
 def test_first_plain_then_capture_then_replay():

@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""What has to be seen on a GPU machine, in three parts of at most four minutes each.
+
+    python scripts/gpu_check.py --part tests      numbers and behaviour: everything marked `gpu`
+    python scripts/gpu_check.py --part kernels    time of every kernel against its floor and a rival
+    python scripts/gpu_check.py --part loads      the published loads, in process and over every carrier
+
+Results are written as they come, under --out (default: benchmarks/results/h200). Each step is a command of its own,
+printed before it runs, so that any of them can be repeated by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PART_SECONDS = 240.0
+
+
+def steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[str]]]:
+    """(name, command) of one part, the most telling first."""
+    python = sys.executable
+    if part == "tests":
+        for room in ("kernels", "attention_backends", "engine"):
+            yield (
+                f"tests/{room}",
+                [
+                    python,
+                    "-m",
+                    "pytest",
+                    f"tests/{room}",
+                    "-m",
+                    "gpu and not slow",
+                    "-q",
+                    "-x",
+                    "--maxfail=8",
+                    "-p",
+                    "no:cacheprovider",
+                    "--durations=5",
+                ],
+            )
+    elif part == "kernels":
+        yield (
+            "kernels/encoder",
+            [python, "benchmarks/kernels/encoder_probe.py", "--out", str(out / "encoder_probe.json")],
+        )
+        yield "kernels/ops", [python, "benchmarks/kernels/bench_ops.py", "--out", str(out / "kernels.json")]
+        yield "attention", [python, "benchmarks/attention/backends.py", "--out", str(out)]
+    else:
+        rows = ["--out", str(out / "loads.jsonl")]
+        short = ["--n", "200"] if quick else []
+        for load in ("latency", "scoring"):
+            for model in ("bge-m3", "pplx-embed-0.6b"):
+                yield (
+                    f"loads/{load}/{model}",
+                    [python, "-m", "rose.bench.gpu_loads", load, "--model", model, *short, *rows],
+                )
+
+
+def run(name: str, command: list[str], seconds: float, log: Path) -> dict[str, object]:
+    print(f"\n== {name}: {shlex.join(command)}", flush=True)
+    started = time.monotonic()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    with log.open("ab") as sink:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=False
+        )
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        while True:
+            chunk = process.stdout.read() or b""
+            sink.write(chunk)
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.flush()
+            if process.poll() is not None and not chunk:
+                break
+            if time.monotonic() - started > seconds:
+                process.kill()
+                print(f"\n== {name}: stopped after {seconds:.0f} s", flush=True)
+                break
+            time.sleep(0.05)
+    return {
+        "step": name,
+        "command": shlex.join(["python", *command[1:]]),
+        "status": process.wait(),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", required=True, choices=("tests", "kernels", "loads"))
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "h200")
+    parser.add_argument("--only", nargs="+", default=[], help="steps whose name contains one of these")
+    parser.add_argument("--seconds", type=float, default=PART_SECONDS, help="of the whole part")
+    parser.add_argument("--quick", action="store_true", help="loads: few requests, to see that everything runs")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + arguments.seconds
+    done = []
+    for name, command in steps(arguments.part, arguments.out.resolve(), arguments.quick):
+        if arguments.only and not any(wanted in name for wanted in arguments.only):
+            continue
+        done.append(run(name, command, max(1.0, end - time.monotonic()), arguments.out / f"{arguments.part}.log"))
+        summary = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "part": arguments.part, "steps": done}
+        (arguments.out / f"check_{arguments.part}.json").write_text(json.dumps(summary, indent=2) + "\n")
+    for step in done:
+        print(f"{'ok  ' if step['status'] == 0 else 'FAIL'} {step['seconds']:7.1f} s  {step['step']}")
+    return int(any(step["status"] != 0 for step in done))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
