@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import rose
 from rose.config import EngineConfig, ModelFolder, ServerConfig
+from rose.errors import StartupError
 from rose.models.base import OutputSpec, ServedModel
 from rose.proto import rose_pb2 as pb
 from rose.server.validate import Limits
@@ -16,6 +17,7 @@ from rose.server.validate import Limits
 _DTYPES = {"float32": pb.FLOAT32, "int8": pb.INT8, "uint8": pb.UINT8}
 # Room for the fields beside the vectors in an answer's frame.
 _FRAME_MARGIN = 64 << 10
+MIN_PAYLOAD, MAX_PAYLOAD = 1 << 20, 0xFFFFFFFF
 
 
 def model_card(
@@ -70,6 +72,17 @@ def output_cards(outputs: Mapping[str, OutputSpec]) -> list[pb.OutputCard]:
         )
         for name, spec in outputs.items()
     ]
+
+
+def check_config(config: ServerConfig, max_tokens: int) -> None:
+    """Raises StartupError for limits under which not every request the model takes could be answered."""
+    least = {"max_queued_tokens": max_tokens, "max_queued_requests": 1, "max_request_items": 1}
+    least |= {"max_payload": MIN_PAYLOAD, "drain_seconds": 0}
+    for name, smallest in least.items():
+        if getattr(config, name) < smallest:
+            raise StartupError(f"{name} must be at least {smallest}, not {getattr(config, name)}")
+    if config.max_payload > MAX_PAYLOAD:
+        raise StartupError(f"max_payload is at most {MAX_PAYLOAD}: a frame's header cannot say more")
 
 
 def request_limits(model: ServedModel, engine: EngineConfig, server: ServerConfig, served_name: str) -> Limits:

@@ -25,7 +25,7 @@ from rose.errors import StartupError
 from rose.models.base import ServedModel
 from rose.proto import rose_pb2 as pb
 from rose.proto.address import parse_address
-from rose.server.card import model_card, request_limits, table
+from rose.server.card import check_config, model_card, request_limits, table
 from rose.server.listener import Listener
 from rose.server.reactor import Reactor
 from rose.server.selfcheck import self_check
@@ -98,6 +98,7 @@ def serve(
         device = pick_device(serving.device)
         dtype = pick_dtype(serving.dtype, device)
         limits = fit_budgets(budgets or {}, folder, device)
+        check_config(config, limits.max_tokens)
         model = load_model(folder, device, dtype)
         engine = build_engine(model, limits, device, dtype, backend=serving.backend, num_threads=serving.num_threads)
         with contextlib.closing(engine):

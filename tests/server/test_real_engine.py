@@ -1,0 +1,171 @@
+"""The reactor around the real engine and a small real model, against the same model run by hand."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from rose.attention_backends.base import load_backend
+from rose.batch import Batch
+from rose.client import Client
+from rose.config import EngineConfig, ServerConfig, read_model_folder
+from rose.convert import load_model
+from rose.engine import build_engine
+from rose.errors import InvalidInput, StartupError
+from rose.proto.address import parse_address
+from rose.server.card import model_card
+from rose.server.listener import Listener
+from rose.server.run import build_reactor
+from rose.server.selfcheck import self_check
+from tests.support.tiny_checkpoints import tiny_bert, tiny_qwen3
+
+BUDGETS = EngineConfig(online_tokens=256, bulk_tokens=512, max_tokens=128, max_sequences=16)
+
+
+class Served:
+    """A model folder behind the real engine, on both kinds of socket one after the other."""
+
+    def __init__(self, path, address: str) -> None:
+        self.folder = read_model_folder(path)
+        self.model = load_model(self.folder)
+        self.engine = build_engine(self.model, BUDGETS, num_threads=1)
+        self_check(self.engine, self.model)
+        listener = Listener(parse_address(address))
+        self.address = str(listener.address)
+        names = {"served_name": "tiny", "dtype": "float32", "device": "cpu", "backend": "auto"}
+        card = model_card(self.folder, self.model, BUDGETS, ServerConfig(), **names)
+        self.reactor = build_reactor(
+            self.engine, self.model, card, listener, BUDGETS, ServerConfig(), torch.device("cpu")
+        )
+        self.reactor.listen()
+        self.thread = threading.Thread(target=self.reactor.run, daemon=True)
+        self.thread.start()
+
+    def by_hand(self, ids, output: str) -> np.ndarray:
+        """The model alone on one sequence, past engine, batching and wire."""
+        batch = Batch.pack([list(ids)])
+        backend = load_backend("torch_sdpa", self.model.attention_spec(torch.device("cpu"), torch.float32))
+        batch.attention = backend.plan(batch)
+        with torch.inference_mode():
+            return self.model(batch, (output,))[output][0].numpy()
+
+    def close(self) -> None:
+        self.reactor.stop()
+        self.reactor.stop()
+        self.thread.join(10)
+        self.engine.close()
+
+
+@pytest.fixture(scope="module", params=["tcp", "unix"])
+def bert(request, tmp_path_factory):
+    base = tmp_path_factory.mktemp("bert")
+    served = Served(tiny_bert(base / "model"), "127.0.0.1:0" if request.param == "tcp" else f"unix:{base}/link.sock")
+    yield served
+    served.close()
+
+
+@pytest.fixture(scope="module")
+def pplx(tmp_path_factory):
+    served = Served(tiny_qwen3(tmp_path_factory.mktemp("pplx"), bidirectional=True), "127.0.0.1:0")
+    yield served
+    served.close()
+
+
+def random_sequences(vocab: int, lengths, seed: int = 0):
+    random = np.random.default_rng(seed)
+    return [random.integers(0, vocab, size=n).astype(np.int32) for n in lengths]
+
+
+def cosine(a, b) -> float:
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+def test_two_hundred_sequences_in_order_and_right(bert):
+    """Report C12 (ollama#6187): vector i belongs to text i, whatever the scheduler packs together."""
+    lengths = np.random.default_rng(3).choice([1, 2, 9, 33, 64, 100, 128], size=200)
+    sequences = random_sequences(bert.model.vocab_size, lengths)
+    with Client(bert.address) as client:
+        result = client.embed(sequences)
+    assert result.timing.batches > 10
+    for ids, row in zip(sequences, result.vectors, strict=True):
+        assert cosine(row, bert.by_hand(ids, "dense")) > 0.999999
+
+
+def test_singles_and_batches_agree_over_the_wire(bert):
+    sequences = random_sequences(bert.model.vocab_size, [5, 5, 128, 1], seed=1)
+    with Client(bert.address) as client:
+        together = client.embed(sequences).vectors
+        alone = np.concatenate([client.embed([ids]).vectors for ids in sequences])
+    np.testing.assert_allclose(together, alone, atol=1e-5)
+
+
+def test_cut_vectors_have_unit_length_where_the_model_normalises(bert):
+    sequences = random_sequences(bert.model.vocab_size, [7, 20], seed=2)
+    with Client(bert.address) as client:
+        card = client.info()
+        whole = client.embed(sequences).vectors
+        cut = client.embed(sequences, dimensions=10).vectors
+    assert card.outputs[0].normalized == bert.folder.normalize
+    expected = whole[:, :10]
+    if bert.folder.normalize:
+        expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
+    np.testing.assert_allclose(cut, expected, atol=1e-6)
+
+
+def test_integer_outputs_travel_as_integers(pplx):
+    sequences = random_sequences(pplx.model.vocab_size, [3, 50], seed=4)
+    with Client(pplx.address) as client:
+        result = client.embed(sequences, outputs=["binary", "int8"])
+    assert result.outputs["int8"].dtype == np.int8
+    assert result.outputs["binary"].dtype == np.uint8
+    for i, ids in enumerate(sequences):
+        difference = result.outputs["int8"][i].astype(int) - pplx.by_hand(ids, "int8").astype(int)
+        assert np.abs(difference).max() <= 1, "one step of the grid, where a value lies on its edge"
+        assert (result.outputs["int8"][i] != 0).any()
+
+
+@pytest.mark.parametrize("offset", [-1, 0, 1])
+def test_ids_around_the_end_of_the_vocabulary(bert, offset):
+    """Report C60 (vllm#11375): vocab_size - 1 works, vocab_size is named, the next request is served."""
+    last = bert.model.vocab_size - 1
+    with Client(bert.address) as client:
+        if offset <= 0:
+            assert np.isfinite(client.embed([[last + offset]]).vectors).all()
+        else:
+            with pytest.raises(InvalidInput, match=f"token id {last + 1} "):
+                client.embed([[last + offset]])
+            assert client.embed([[last]]).vectors.shape == (1, 64)
+
+
+def test_the_card_describes_the_folder(bert):
+    with Client(bert.address) as client:
+        card = client.info()
+    assert card.model == "tiny"
+    assert card.architecture == "BertModel"
+    assert (card.hidden_size, card.max_tokens, card.max_batch_tokens) == (64, 128, 512)
+    assert card.tokenizer_sha256.hex() == bert.folder.tokenizer_sha256
+    assert (card.pooling, card.causal, card.device, card.dtype) == ("mean", False, "cpu", "float32")
+
+
+def test_counters_of_the_engine_are_in_the_stats(bert):
+    with Client(bert.address) as client:
+        before = client.stats()
+        client.embed([[1, 2, 3]])
+        after = client.stats()
+    assert after.engine_counters["batches"] == before.engine_counters["batches"] + 1
+    assert after.tokens_total == before.tokens_total + 3
+
+
+def test_a_model_that_gives_nan_is_not_served(tmp_path):
+    """Report C112 (onnxruntime#32600): some machines' kernels give NaN; one forward before serving shows it."""
+    model = load_model(read_model_folder(tiny_bert(tmp_path)))
+    with torch.no_grad():
+        next(model.parameters()).fill_(float("nan"))
+    engine = build_engine(model, BUDGETS, num_threads=1)
+    with pytest.raises(StartupError, match="'dense' is not finite"):
+        self_check(engine, model)
+    engine.close()
