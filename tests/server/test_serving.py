@@ -411,7 +411,9 @@ def test_stopping_finishes_what_is_open_and_refuses_what_is_new():
     ):
         for request_id in range(1, 51):
             peer.request(request_id, [[request_id] * 4])
-        server.engine.wait_for_batches(2)
+        with Client(server.address) as client:
+            while client.stats().open_requests < 50:
+                time.sleep(0.002)
         server.stop()
         time.sleep(0.05)
         with pytest.raises(Unavailable):
