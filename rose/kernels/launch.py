@@ -6,11 +6,13 @@ Dependent launch (CUDA "programmatic dependent launch", compute capability 9.0 a
 before it still runs: 0.94 instead of 1.19 µs for a tiny kernel in a chain, and weights are on their way before the
 activations are ready. Every kernel here follows one rule, and is safe in any order with any other kernel because of it:
 
-1. `gdc_launch_dependents` at the top: the next kernel may start as soon as all programs of this one have started.
-2. Before `gdc_wait` a kernel reads parameters only (weights, biases, rotary tables: at rest since loading ended with a
-   device synchronisation), and writes nothing.
-3. Every program calls `gdc_wait` before it first reads anything that an earlier kernel or copy may have written, and
-   before it first writes anything at all. No program returns without having called it.
+1. `gdc_launch_dependents` at the top (or right after the wait): the next kernel may start as soon as all programs of
+   this one have come that far.
+2. Before `gdc_wait` a kernel writes nothing, and reads only what is at rest: parameters (weights, biases, rotary
+   tables: loading ends with a device synchronisation) and the description of the batch (positions, cu_seqlens), staged
+   before the batch's first kernel. That first kernel, the embedding, reads everything after its wait.
+3. Every program calls `gdc_wait` before it first reads anything that an earlier kernel of the batch wrote, and before
+   it first writes anything at all. No program returns without having called it.
 
 `gdc_wait` returns when the kernel just before has finished and its writes are visible. That kernel called `gdc_wait`
 too, so everything before it had finished by then: completion is transitive, whatever was started early. So a write

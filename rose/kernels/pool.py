@@ -149,10 +149,10 @@ def _pool_finish(
     first = tl.program_id(1) * BD
     col = first + tl.arange(0, BD)
     mask = col < D
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     start = tl.load(cu_seqlens + sequence).to(tl.int64)
     end = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     x = _pool_columns(hidden, start, end, col, mask, D, MODE, BT, BD)
     _store_finished(x, out, sequence, first, col, mask, D, BD, HOW)
 

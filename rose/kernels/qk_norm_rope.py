@@ -85,14 +85,14 @@ def _qk_norm_rope(
         k_second = tl.load(k_weight + HEAD_DIM // 2 + col, mask=in_half, other=0.0).to(tl.float32)
         first_weight = tl.where(is_query, q_first[None, :], k_first[None, :])
         second_weight = tl.where(is_query, q_second[None, :], k_second[None, :])
+    row = table + tl.load(positions + token).to(tl.int64) * HEAD_DIM + col
+    cos = tl.load(row, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(row + HEAD_DIM // 2, mask=in_half, other=0.0)[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
     base = qkv + token.to(tl.int64) * ((H + 2 * G) * HEAD_DIM) + head[:, None] * HEAD_DIM + col[None, :]
     first = tl.load(base, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(base + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
-    row = table + tl.load(positions + token).to(tl.int64) * HEAD_DIM + col
-    cos = tl.load(row, mask=in_half, other=0.0)[None, :]
-    sin = tl.load(row + HEAD_DIM // 2, mask=in_half, other=0.0)[None, :]
     if NORM:
         squares = tl.sum(first * first + second * second, 1)
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]

@@ -53,12 +53,16 @@ def _sequence_of(cu_seqlens: Ptr, program: Ptr, B: Ptr, BM: constexpr, CHUNK: co
 
 
 @jit
-def _scores(
-    q: Ptr, k_base: Ptr, k_row: Ptr, query: Ptr, key: Ptr, length: Ptr, col: Ptr, scale: Ptr, CAUSAL: constexpr
-) -> Ptr:
+def _rows(base: Ptr, row: Ptr, stride: Ptr, col: Ptr, length: Ptr) -> Ptr:
+    """Rows of one head, zero past the end of the sequence: whatever lies there, it never reaches a product."""
+    at = base + row.to(tl.int64)[:, None] * stride + col[None, :]
+    return tl.load(at, mask=(row < length)[:, None], other=0.0)
+
+
+@jit
+def _scores(q: Ptr, k: Ptr, query: Ptr, key: Ptr, length: Ptr, scale: Ptr, CAUSAL: constexpr) -> Ptr:
     """q @ k.T * scale for one block of keys; -inf where a key is not to be seen."""
-    k = tl.load(k_base + key.to(tl.int64)[None, :] * k_row + col[:, None], mask=(key < length)[None, :], other=0.0)
-    scores = tl.dot(q, k, input_precision="ieee") * scale
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     seen = (key < length)[None, :]
     if CAUSAL:
         seen = seen & (key[None, :] <= query[:, None])
@@ -93,51 +97,52 @@ def _short_attention(
     """Program (i, h): head h of a block of BM queries. ONE_BLOCK: no sequence is longer than BN."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
     head = tl.program_id(1)
     sequence = _sequence_of(cu_seqlens, program, B, BM, CHUNK)
     start = tl.load(cu_seqlens + sequence)
     length = tl.load(cu_seqlens + sequence + 1) - start
-    query = (program - start // BM - sequence) * BM + tl.arange(0, BM)
-    if (program - start // BM - sequence) * BM < length:
+    first_query = (program - start // BM - sequence) * BM
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if first_query < length:
+        query = first_query + tl.arange(0, BM)
         col = tl.arange(0, HEAD_DIM)
         key = tl.arange(0, BN)
         row = start.to(tl.int64)
         k_base = k + row * k_row + (head // GROUP) * k_head
         v_base = v + row * v_row + (head // GROUP) * v_head
-        in_query = (query < length)[:, None]
-        q_at = q + (row + query)[:, None] * q_row + head * q_head + col[None, :]
-        q_block = tl.load(q_at, mask=in_query, other=0.0)
+        q_block = _rows(q + row * q_row + head * q_head, query, q_row, col, length)
         # The first block by itself: for a short sequence it is all, and needs no running maximum.
-        v_block = tl.load(
-            v_base + key.to(tl.int64)[:, None] * v_row + col[None, :], mask=(key < length)[:, None], other=0.0
-        )
-        scores = _scores(q_block, k_base, k_row, query, key, length, col, scale, CAUSAL)
+        k_block = _rows(k_base, key, k_row, col, length)
+        v_block = _rows(v_base, key, v_row, col, length)
+        scores = _scores(q_block, k_block, query, key, length, scale, CAUSAL)
         top = tl.max(scores, 1)
         p = tl.exp2(scores - top[:, None])
         total = tl.sum(p, 1)
         acc = tl.dot(p.to(v_block.dtype), v_block, input_precision="ieee")
         if not ONE_BLOCK:
-            last = length
-            if CAUSAL:
-                last = tl.minimum(length, (program - start // BM - sequence) * BM + BM)
+            last = tl.minimum(length, first_query + BM) if CAUSAL else length
             for first in range(BN, last, BN):
                 keys = first + key
-                scores = _scores(q_block, k_base, k_row, query, keys, length, col, scale, CAUSAL)
+                k_block = _rows(k_base, keys, k_row, col, length)
+                scores = _scores(q_block, k_block, query, keys, length, scale, CAUSAL)
                 new_top = tl.maximum(top, tl.max(scores, 1))
                 shrink = tl.exp2(top - new_top)
                 p = tl.exp2(scores - new_top[:, None])
                 total = total * shrink + tl.sum(p, 1)
-                v_block = tl.load(
-                    v_base + keys.to(tl.int64)[:, None] * v_row + col[None, :],
-                    mask=(keys < length)[:, None],
-                    other=0.0,
-                )
+                v_block = _rows(v_base, keys, v_row, col, length)
                 acc = tl.dot(p.to(v_block.dtype), v_block, acc * shrink[:, None], input_precision="ieee")
                 top = new_top
         out_at = out + ((row + query)[:, None] * H + head) * HEAD_DIM + col[None, :]
-        tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=in_query)
+        tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=(query < length)[:, None])
+
+
+def block(tokens: int, head_dim: int, max_length: int) -> tuple[int, int, int]:
+    """(queries a program, keys a block, warps). Few tokens: small blocks, so that more programs share one sequence."""
+    bn = min(max(16, next_power_of_2(max_length)), max(64, _BLOCK_ELEMENTS // head_dim))
+    bm = 32 if tokens <= 512 or head_dim == 256 else 64
+    return bm, bn, 8 if bm * bn >= 64 * 256 else 4
 
 
 def short_attention_triton(
@@ -154,9 +159,7 @@ def short_attention_triton(
     require_contiguous(cu_seqlens=cu_seqlens)
     B = cu_seqlens.shape[0] - 1
     out = torch.empty(T, H, head_dim, dtype=q.dtype, device=q.device)
-    bn = min(max(16, next_power_of_2(max_length)), max(64, _BLOCK_ELEMENTS // head_dim))
-    # Few tokens: small blocks, so that more programs share the work of one short sequence.
-    bm = 16 if T * H <= 2048 else 32 if T <= 512 or head_dim == 256 else 64
+    bm, bn, warps = block(T, head_dim, max_length)
     launch(
         _short_attention,
         (T // bm + B, H),
@@ -182,7 +185,7 @@ def short_attention_triton(
         CAUSAL=causal,
         ONE_BLOCK=max_length <= bn,
         device=q.device,
-        warps=4 if bn * head_dim < _BLOCK_ELEMENTS or bm < 64 else 8,
+        warps=warps,
         stages=2,
     )
     return out
