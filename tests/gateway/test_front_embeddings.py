@@ -189,9 +189,9 @@ def test_two_thousand_texts_in_one_request_keep_their_order(shared, tokenizer):
 
 
 def test_a_timeout_travels_to_the_engine(shared):
-    response = shared.client.post("/v1/embeddings", json={"input": "salt"}, headers={"X-Request-Timeout-Ms": "1500"})
+    response = shared.client.post("/v1/embeddings", json={"input": "salt"}, headers={"X-Request-Timeout-Ms": "60000"})
     assert response.status_code == 200
-    assert 1000 < shared.engines[0].deadlines[-1] <= 1500
+    assert 30_000 < shared.engines[0].deadlines[-1] <= 60_000
 
 
 def test_a_request_that_takes_too_long_is_told_so_and_cancelled(text_folder):
@@ -201,7 +201,7 @@ def test_a_request_that_takes_too_long_is_told_so_and_cancelled(text_folder):
         response = live.client.post("/v1/embeddings", json={"input": "a"}, headers={"X-Request-Timeout-Ms": "100"})
         assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
         assert time.monotonic() - started < 5
-        assert len(live.engines[0].cancelled) == 1
+        wait_for(lambda: len(live.engines[0].cancelled) == 1)
 
 
 def test_a_client_that_leaves_cancels_its_request(text_folder):

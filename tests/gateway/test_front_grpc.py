@@ -204,10 +204,10 @@ def test_deadlines_reach_the_engine_and_cancel_there(text_folder):
     """Report C148 (infinity#546): the caller's deadline is the engine's."""
     with live_front(text_folder, card_for(text_folder)) as live, channel_to(live) as channel:
         stub, (engine,) = rose_pb2_grpc.RoseStub(channel), live.engines
-        stub.Embed(pb.EmbedRequest(tokens=tokens([5])), timeout=3.0)
-        assert 2000 < engine.deadlines[-1] <= 3000
+        stub.Embed(pb.EmbedRequest(tokens=tokens([5])), timeout=60.0)
+        assert 30_000 < engine.deadlines[-1] <= 60_000
         stub.Embed(pb.EmbedRequest(tokens=tokens([5])))
-        assert engine.deadlines[-1] == pytest.approx(300_000, abs=2000)
+        assert engine.deadlines[-1] == pytest.approx(300_000, abs=30_000)
         engine.backwards = 1000
         with pytest.raises(grpc.RpcError) as refused:
             stub.Embed(pb.EmbedRequest(tokens=tokens([5])), timeout=0.1)

@@ -1,0 +1,129 @@
+"""Engines as children: brought back when they die, ended after the front, never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rose.errors import StartupError
+from rose.gateway import supervise
+from rose.gateway.supervise import Keeper, engine_command
+from tests.gateway.processes import alive, command, ports, running, wait_for
+
+
+@contextmanager
+def served(folder, tmp_path, count=1, **engine):
+    """`rose serve` over fake engines: process, HTTP client, and a function that lists the engines' pids so far."""
+    pids = tmp_path / "pids"
+    engines = [{"folder": str(folder), "pids": str(pids), **engine}] * count
+    with running("serve", folder=str(folder), engines=engines, config={}) as process:
+        http, _ = ports(process)
+        with httpx.Client(base_url=f"http://{http}", timeout=30) as client:
+            yield process, client, lambda: [int(line) for line in pids.read_text().split()]
+
+
+def embed(client):
+    return client.post("/v1/embeddings", json={"input": [5, 6, 7]})
+
+
+def ready(client):
+    return client.get("/ready").status_code == 200
+
+
+def test_an_engine_that_dies_is_brought_back_and_nobody_waits_for_it(text_folder, tmp_path):
+    with served(text_folder, tmp_path) as (process, client, pids):
+        wait_for(lambda: ready(client))
+        assert embed(client).status_code == 200
+        (first,) = pids()
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: not ready(client), timeout_s=5.0)
+        refused = embed(client)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert client.get("/health").status_code == 200
+        wait_for(lambda: ready(client))
+        assert embed(client).status_code == 200
+        second = pids()[-1]
+        assert second != first
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15) == 0
+        assert not alive(second)
+
+
+def test_the_front_drains_before_the_engines_end(text_folder, tmp_path):
+    with (
+        served(text_folder, tmp_path, delay_s=2.0, backwards=8) as (process, client, pids),
+        ThreadPoolExecutor(8) as threads,
+    ):
+        wait_for(lambda: ready(client))
+        requests = [threads.submit(embed, client) for _ in range(8)]
+        wait_for(lambda: "rose_requests_in_flight 8.0" in client.get("/metrics").text)
+        process.send_signal(signal.SIGTERM)
+        wait_for(lambda: not ready(client), timeout_s=5.0)
+        assert all(alive(pid) for pid in pids())
+        assert [request.result(20).status_code for request in requests] == [200] * 8
+        assert process.wait(15) == 0
+        assert not any(alive(pid) for pid in pids())
+
+
+def test_a_killed_front_leaves_no_engine(text_folder, tmp_path):
+    """However the front goes, its engines go with it."""
+    with served(text_folder, tmp_path, count=2) as (process, client, pids):
+        wait_for(lambda: ready(client))
+        wait_for(lambda: len(pids()) == 2)
+        assert all(alive(pid) for pid in pids())
+        process.kill()
+        process.wait(10)
+        wait_for(lambda: not any(alive(pid) for pid in pids()), timeout_s=5.0)
+
+
+def test_a_second_signal_ends_front_and_engines_at_once(text_folder, tmp_path):
+    with served(text_folder, tmp_path, delay_s=60.0) as (process, client, pids), ThreadPoolExecutor(1) as threads:
+        wait_for(lambda: ready(client))
+        request = threads.submit(embed, client)
+        wait_for(lambda: "rose_requests_in_flight 1.0" in client.get("/metrics").text)
+        process.send_signal(signal.SIGTERM)
+        wait_for(lambda: not ready(client), timeout_s=5.0)
+        started = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 1
+        assert time.monotonic() - started < 5
+        assert not any(alive(pid) for pid in pids())
+        assert request.exception(10) is not None or request.result().status_code >= 500
+
+
+def test_an_engine_that_never_serves_ends_the_whole(text_folder, tmp_path):
+    with served(text_folder, tmp_path, fails=True) as (process, _, _pids):
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 1
+        assert "the engine ended with status 3 before it served" in errors
+
+
+def test_restarts_are_bounded(text_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervise, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(supervise, "MAX_RESTARTS", 2)
+    pids = tmp_path / "pids"
+    make = lambda address: command(  # noqa: E731
+        "engine", address=address, folder=str(text_folder), pids=str(pids), lives_s=0.01
+    )
+    monkeypatch.chdir(Path(__file__).parents[2])
+    with pytest.raises(StartupError, match="ended 3 times in a row, the last time with status 4"):
+        asyncio.run(Keeper(make, tmp_path / "socket").keep())
+    assert len(pids.read_text().split()) == 3
+
+
+def test_the_command_of_a_real_engine(tmp_path):
+    made = engine_command(tmp_path, ["--device", "cuda:1"])("unix:/run/x")
+    assert made == (
+        *(sys.executable, "-m", "rose.server", str(tmp_path), "--address", "unix:/run/x"),
+        *("--device", "cuda:1"),
+    )
