@@ -17,7 +17,8 @@ from rose.engine.request import Item, Priority, Request
 IntArray = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, though never changed: one is made for every request of a step, and freezing doubles what that costs.
+@dataclass(slots=True)
 class Run:
     """Consecutive sequences of one request.
 
