@@ -97,12 +97,4 @@ def _backend_lines(device: torch.device) -> Iterator[str]:
     found = available_backends(spec)
     yield f"attention on {device} (16 heads of 64, {str(dtype).removeprefix('torch.')}, bidirectional, ragged)"
     for name, backend in found.items():
-        yield f"  {name:<17} " + (f"no: {_reason(backend)}" if isinstance(backend, str) else "yes")
-
-
-def _reason(refusal: str) -> str:
-    """The reason alone: the table's first column already says which backend was refused."""
-    for lead in (" cannot be loaded: ", " does not serve this model: "):
-        if lead in refusal:
-            return refusal.partition(lead)[2]
-    return refusal
+        yield f"  {name:<17} " + (f"no: {backend}" if isinstance(backend, str) else "yes")
