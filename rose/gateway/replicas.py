@@ -14,11 +14,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rose.client import EmbedResult
-from rose.errors import DeadlineExceeded, Overloaded, RoseError, StartupError, Unavailable
+from rose.errors import DeadlineExceeded, InvalidInput, Overloaded, RoseError, StartupError, Unavailable
 from rose.gateway.metrics import Metrics
 from rose.gateway.parts import Part, at_item, check_answer, cut_parts, join
 from rose.gateway.replica import CheckCard, Replica
 from rose.proto import rose_pb2 as pb
+from rose.proto.address import parse_address
 from rose.proto.convert import IntArray
 
 # An engine runs two batches at once; a third part on its way keeps it from waiting for us, more would only queue there.
@@ -33,9 +34,13 @@ class ReplicaPool:
     Args:
         addresses: light-link addresses.
         check_card: refuses a replica this front cannot serve (raises RoseError).
+
+    Raises:
+        StartupError: no address, one that is none, or one twice.
     """
 
     def __init__(self, addresses: Sequence[str], check_card: CheckCard, metrics: Metrics) -> None:
+        _check_addresses(addresses)
         self.replicas = [Replica(address, self._check) for address in addresses]
         self._check_card = check_card
         self._metrics = metrics
@@ -179,6 +184,18 @@ class _Job:
     dimensions: int
     priority: pb.Priority.ValueType
     deadline: float
+
+
+def _check_addresses(addresses: Sequence[str]) -> None:
+    if not addresses:
+        raise StartupError("a front needs the address of at least one engine process")
+    if len(set(addresses)) < len(addresses):
+        raise StartupError(f"an address is given twice: {', '.join(addresses)}")
+    for address in addresses:
+        try:
+            parse_address(address)
+        except InvalidInput as error:
+            raise StartupError(error.message) from None
 
 
 def _identity(card: pb.ModelCard) -> dict[str, object]:

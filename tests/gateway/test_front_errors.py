@@ -230,6 +230,17 @@ def test_a_caller_who_asks_first_is_refused_before_sending(tight):
     assert b"connection: close" in answer.lower()
 
 
+def test_a_body_that_stops_coming_is_given_up(tight, monkeypatch):
+    monkeypatch.setattr("rose.gateway.asgi.BODY_TIMEOUT_S", 0.2)
+    host, port = tight.listening.http.split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        client.sendall(b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{")
+        answer = client.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"did not arrive" in answer
+    still_served(tight)
+
+
 def test_too_many_items(tight):
     """Reports C73 and C152: a count over the limit is named with it."""
     for value in (["a"] * 9, [[5]] * 9):

@@ -14,6 +14,7 @@ from rose.errors import (
     InvalidInput,
     NonFinite,
     Overloaded,
+    StartupError,
     TokenizerMismatch,
     Unavailable,
 )
@@ -338,6 +339,15 @@ def test_before_any_replica_came_up_there_is_no_card(tmp_path):
             await until(lambda: "nothing listens there" in pool.replicas[0].reason)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("addresses", "words"),
+    [([], "at least one"), (["nowhere"], "is not an address"), (["unix:/a", "unix:/a"], "given twice")],
+)
+def test_addresses_are_checked_before_anything_starts(addresses, words):
+    with pytest.raises(StartupError, match=words):
+        ReplicaPool(addresses, lambda card, address: None, Metrics())
 
 
 def test_a_cancelled_answer_of_the_engine_is_passed_on(text_folder, tmp_path):
