@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rose.errors import InternalError
 from rose.proto import rose_pb2 as pb
 from rose.proto.convert import AnyArray, tensor_from_proto
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(NamedTuple):
     """Where the engine process spent its time on one request.
 
     Attributes:
@@ -56,12 +56,14 @@ class EmbedResult:
     @staticmethod
     def from_message(message: pb.EmbedResponse) -> EmbedResult:
         """Raises InternalError if the answer holds no output."""
-        if not message.outputs:
+        outputs: dict[str, AnyArray] = {}
+        splits: dict[str, tuple[int, ...]] = {}
+        for output in message.outputs:
+            outputs[output.name] = tensor_from_proto(output.values)
+            if output.splits:
+                splits[output.name] = tuple(output.splits)
+        if not outputs:
             raise InternalError("the server's answer holds no output")
-        timing = message.timing
-        return EmbedResult(
-            outputs={output.name: tensor_from_proto(output.values) for output in message.outputs},
-            splits={output.name: tuple(output.splits) for output in message.outputs if output.splits},
-            prompt_tokens=message.prompt_tokens,
-            timing=Timing(timing.queue_us / 1e6, timing.compute_us / 1e6, timing.batches),
-        )
+        spent = message.timing
+        timing = Timing(spent.queue_us / 1e6, spent.compute_us / 1e6, spent.batches)
+        return EmbedResult(outputs, splits, message.prompt_tokens, timing)

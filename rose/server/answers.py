@@ -5,6 +5,7 @@ Knows output specs and arrays; knows neither the engine nor sockets.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import cast
@@ -16,6 +17,8 @@ from rose.errors import NonFinite
 from rose.models.base import OutputSpec
 from rose.proto import rose_pb2 as pb
 from rose.proto.convert import AnyArray, tensor_to_proto
+
+_NO_ROWS = np.empty(0, dtype=np.intp)
 
 
 class Answer:
@@ -103,12 +106,16 @@ def faulty_rows(values: AnyArray, spec: OutputSpec) -> npt.NDArray[np.intp]:
         values: [rows, dimension].
     """
     if spec.dtype != "float32" or not values.size:
-        return np.empty(0, dtype=np.intp)
-    if not spec.normalized:
-        if np.isfinite(values).all():
-            return np.empty(0, dtype=np.intp)
-        return np.flatnonzero(~np.isfinite(values).all(axis=1))
-    # NaN and infinity survive a sum of squares: one pass finds them and the zero rows.
-    squares = np.einsum("ij,ij->i", values, values)
-    good = np.isfinite(squares) & (squares > 0)
-    return np.flatnonzero(~good)
+        return _NO_ROWS
+    # NaN and infinity survive a sum of squares: one pass clears a whole batch, and shows zero rows on the way.
+    if len(values) == 1:
+        least = most = float(np.vdot(values, values))
+    else:
+        squares = np.einsum("ij,ij->i", values, values)
+        least, most = float(squares.min()), float(squares.max())
+    if most < math.inf and (least > 0 or not spec.normalized):
+        return _NO_ROWS
+    bad = ~np.isfinite(values).all(axis=1)
+    if spec.normalized:
+        bad |= ~values.any(axis=1)
+    return np.flatnonzero(bad)

@@ -36,7 +36,10 @@ class _Flight:
 
     @property
     def ready(self) -> bool:
-        return all(output.ready() for output in self.result.outputs.values())
+        for output in self.result.outputs.values():  # noqa: SIM110  asked in a tight loop: a generator costs as much again
+            if not output.ready():
+                return False
+        return True
 
 
 class Batches:

@@ -77,10 +77,9 @@ class Clients:
     @property
     def next_time(self) -> float | None:
         """When `look_after_all` has to be called next, whatever else happens."""
-        times = [self._next_sweep] if self._watched else []
-        if self._accept_again is not None:
-            times.append(self._accept_again)
-        return min(times, default=None)
+        if self._accept_again is None:
+            return self._next_sweep if self._watched else None
+        return min(self._accept_again, self._next_sweep) if self._watched else self._accept_again
 
     def listen(self) -> None:
         if self._listener is not None:
@@ -112,17 +111,19 @@ class Clients:
 
     def take_backlog(self) -> None:
         """Give connections whose last turn ended early another."""
-        for connection in [c for c in self._backlog if c.has_frames]:
-            self._take_frames(connection)
+        if self._backlog:
+            for connection in [c for c in self._backlog if c.has_frames]:
+                self._take_frames(connection)
 
     def look_after_all(self) -> None:
         """Bring the poller's view of every connection up to date that something happened to; drop the dead."""
         while self._touched:
-            self._look_after(self._touched.pop())
-        now = self._clock()
-        if self._watched and now >= self._next_sweep:
+            connection = self._touched.pop()
+            if not (connection.calm and connection.quiet and connection.has_room):
+                self._look_after(connection)
+        if self._watched and (now := self._clock()) >= self._next_sweep:
             self._sweep(now)
-        if self._accept_again is not None and now >= self._accept_again and self._listener is not None:
+        if self._accept_again is not None and self._clock() >= self._accept_again and self._listener is not None:
             self._accept_again = None
             self._poller.register(self._listener.fileno(), _READ)
 
@@ -189,10 +190,12 @@ class Clients:
         if mask != connection.mask:
             self._poller.modify(connection.fd, mask)
             connection.mask = mask
-        if connection.busy and not self._watched:
+        busy = connection.busy
+        if busy and not self._watched:
             self._next_sweep = self._clock() + SWEEP_S
-        _keep(self._watched, connection, connection.busy)
+        _keep(self._watched, connection, busy)
         _keep(self._backlog, connection, connection.has_backlog)
+        connection.calm = connection.quiet and connection.wants_read
 
     def _sweep(self, now: float) -> None:
         self._next_sweep = now + SWEEP_S

@@ -38,6 +38,7 @@ class Connection:
         owed: bytes of answers that its open requests will bring.
         dead: the socket is of no use any more; the reactor forgets the connection soon.
         mask: what the poller watches it for.
+        calm: it was quiet when it was last looked after, and is watched for reading only.
         progress: when bytes last went either way while some were waiting, in the reactor's clock.
         touched: where the connection notes that it was written to, for the reactor to look after it.
     """
@@ -49,6 +50,7 @@ class Connection:
         "_max_owed",
         "_out",
         "_out_bytes",
+        "calm",
         "dead",
         "fd",
         "mask",
@@ -74,6 +76,7 @@ class Connection:
         self.owed = 0
         self.dead = False
         self.mask = 0
+        self.calm = False
         self.progress = now
         self.touched = set() if touched is None else touched
         self._decoder = FrameDecoder(max_payload)
@@ -102,6 +105,11 @@ class Connection:
     def has_frames(self) -> bool:
         """Whether frames that were read wait for their turn or for room."""
         return bool(self._frames) and self.has_room and not (self.dead or self._failed)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it is open and nothing waits either way: nothing but reading is left to do for it."""
+        return not (self._out or self._frames or self.dead or self._failed or self._decoder.pending_bytes)
 
     @property
     def has_backlog(self) -> bool:

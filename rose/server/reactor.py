@@ -139,13 +139,10 @@ class Reactor:
         wake_at = self._engine.wake_at()
         if wake_at is not None and self._fruitless > FRUITLESS_STEPS:
             wake_at = max(wake_at, now + STALLED_S)
-        times = (
-            self._service.requests.next_deadline,
-            self._clients.next_time,
-            self._drain_until,
-            wake_at,
-        )
-        first = min((moment for moment in times if moment is not None), default=None)
+        first = wake_at
+        for moment in (self._service.requests.next_deadline, self._clients.next_time, self._drain_until):
+            if moment is not None and (first is None or moment < first):
+                first = moment
         return None if first is None else max(first - now, 0.0)
 
     def _status(self) -> int | None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from rose.engine.request import Priority
 from rose.errors import InvalidInput, PayloadTooLarge, UnknownModel, Unsupported
 from rose.models.base import OutputSpec
 from rose.proto import rose_pb2 as pb
 from rose.proto.convert import IntArray, check_token_ids, tokens_from_proto
+
+_ITEM_BYTES = {"float32": 4, "int8": 1, "uint8": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Limits:
     max_answer_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
     """A valid request.
 
@@ -73,7 +73,7 @@ def validate(request: pb.EmbedRequest, limits: Limits) -> Work:
     if request.priority not in (pb.ONLINE, pb.BULK):
         raise InvalidInput(f"priority {request.priority} is neither ONLINE (0) nor BULK (1)", param="priority")
     sequences = _sequences(request, limits)
-    tokens = len(request.tokens.ids) // 4
+    tokens = sum(map(len, sequences))
     if tokens > limits.max_request_tokens:
         raise PayloadTooLarge(
             f"the request has {tokens} tokens, over the queue's limit of {limits.max_request_tokens}", param="input"
@@ -155,5 +155,5 @@ def _answer_bytes(specs: Mapping[str, OutputSpec], dimensions: int, items: int, 
     total = 0
     for spec in specs.values():
         width = dimensions or spec.dimension
-        total += (tokens if spec.per_token else items) * width * np.dtype(spec.dtype).itemsize
+        total += (tokens if spec.per_token else items) * width * _ITEM_BYTES[spec.dtype]
     return total
