@@ -18,6 +18,7 @@ from rose.convert.families import FAMILIES
 from rose.convert.rules import Family
 from rose.convert.stream import WeightPlan, plan_weights
 from rose.errors import CheckpointError
+from rose.layers.linear import pack_linears
 from rose.layers.rotary import Rotary
 from rose.models.base import ServedModel
 from rose.models.embedder import Embedder, build_embedder
@@ -50,6 +51,7 @@ def load_model(
     for module, config in zip(model.head.dense, folder.dense, strict=True):
         _fill(module, folder.path / config.folder, _DENSE, device, torch.float32, tied=False)
     _build_tables(model, device)
+    pack_linears(model)
     return model.eval()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from rose.kernels.linear import linear, linear_gated, linear_partial
+from rose.kernels.onednn_linear import pack_weight
 from rose.layers.parameter import parameter
 
 
@@ -43,3 +44,10 @@ class GatedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, K] -> [T, N]."""
         return linear_gated(x, self.weight, self.activation)
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Lay out every weight for the CPU's products, where that pays (fp32); to be called once, after loading."""
+    for module in model.modules():
+        if isinstance(module, Linear | GatedLinear):
+            module.weight = nn.Parameter(pack_weight(module.weight), requires_grad=False)
