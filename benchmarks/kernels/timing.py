@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-# Measured on an H200 (see benchmarks/README): the ceilings behind every floor.
+# Measured on an H200: a device copy (read + write), and an 8192^3 bf16 product on random data.
 BYTES_PER_US = 4.21e6
 FLOPS_PER_US = 784e6
 

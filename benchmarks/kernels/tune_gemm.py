@@ -68,11 +68,24 @@ SHAPES: dict[str, list[Product]] = {
 
 
 def coarse(p: Product, tokens: int) -> Iterator[Tile]:
-    """About a wave of programs; pieces only where they are read anyway."""
+    """About a wave of programs; pieces only where they are read anyway.
+
+    Many tokens: big programs, two an SM where possible, so that one's epilogue runs under the other's products.
+    """
+    if tokens > tiles.BUCKETS[-1]:
+        for bm, bn, warps, stages in (
+            (128, 128, 4, 3),
+            (128, 128, 8, 3),
+            (128, 64, 4, 3),
+            (128, 256, 8, 3),
+            (64, 128, 4, 4),
+        ):
+            yield Tile(bm, bn, 64, 1, warps, stages)
+            yield Tile(bm, bn, 64, 1, warps, stages, "sm90", stages)
+        return
     splits = (1, 2, 4, 8) if p.op == "partial" and tokens <= 512 else (1,)
-    for split, (bm, bn) in itertools.product(
-        splits, ((32, 64), (64, 32), (64, 64), (128, 32), (64, 128), (128, 64), (128, 128))
-    ):
+    shapes = ((32, 64), (64, 32), (64, 64), (128, 32), (64, 128), (128, 64), (128, 128))
+    for split, (bm, bn) in itertools.product(splits, shapes):
         programs = -(-tokens // bm) * (p.n // bn) * split
         if bm > max(64, tokens) or not 60 <= programs <= max(264, tokens * p.n // (64 * 64)):
             continue
@@ -93,6 +106,11 @@ def near(p: Product, tokens: int, tile: Tile) -> Iterator[Tile]:
     if p.op == "partial" and tokens <= 512:
         for split in {max(1, tile.split - 1), tile.split + 1, tile.split + 2} - {tile.split}:
             yield change(tile, split=split)
+    if tokens > tiles.BUCKETS[-1]:
+        if tile.kind == "sm90":
+            for depth in (2, 3, 4, 5):
+                yield change(tile, stages=depth, ahead=depth)
+        return
     if tile.kind == "sm90":
         yield change(tile, late_launch=True)
         for ahead in (0, 2, 3, 4, 6):
@@ -240,7 +258,8 @@ def measure(p: Product, tokens: int, found: Iterable[Tile | None], ws: list[Tens
     times: Timed = {}
     for tile in found:
         try:
-            times[tile] = graph_us(chain(p, tokens, tile, ws), repeats) / len(ws)
+            some = ws[:4] if tokens > tiles.BUCKETS[-1] else ws
+            times[tile] = graph_us(chain(p, tokens, tile, some), repeats) / len(some)
         except Exception as error:
             print("  failed:", tile, error, flush=True)
     return times
@@ -284,7 +303,7 @@ def write(path: Path, table: dict[str, dict[str, Tile | None]]) -> None:
     for name in sorted(table):
         rows = [
             f'  "{b}": {json.dumps(None if t is None else as_row(t))}'
-            for b, t in sorted(table[name].items(), key=lambda item: int(item[0]))
+            for b, t in sorted(table[name].items(), key=lambda item: (len(item[0]), item[0]))
         ]
         products.append(f'"{name}": {{\n' + ",\n".join(rows) + "\n}")
     path.write_text("{\n" + ",\n".join(products) + "\n}\n")
@@ -325,8 +344,7 @@ def main() -> None:
     for p, m in plan:
         if time.perf_counter() - began < args.seconds:
             times[p, m] |= measure(p, m, checkers.good(p, lists[p, m]), ws[p])
-        bucket = str(tiles.bucket(m))
-        table.setdefault(tiles.key(p.op, p.n, p.k), {})[bucket] = conclude(report, p, m, times[p, m], ws[p])
+        table.setdefault(tiles.key(p.op, p.n, p.k), {})[tiles.bucket(m)] = conclude(report, p, m, times[p, m], ws[p])
         write(args.out / "tiles.json", table)
     print(f"done after {time.perf_counter() - began:.0f} s", flush=True)
 

@@ -35,6 +35,8 @@ def _tile(op: Op, x: Tensor, n: int) -> Tile | None:
     """None: the library serves this product."""
     if not runs_triton(x) or x.dtype not in (torch.bfloat16, torch.float16):
         return None
+    if x.shape[0] * max(n, x.shape[1]) >= 2**31:  # the kernels count in 32 bits
+        return None
     tile = choose(op, n, x.shape[1], x.shape[0])
     if tile is not None and tile.kind == "sm90" and not runs_sm90(x.device):
         return heuristic(op, n, x.shape[1], x.shape[0])

@@ -19,6 +19,7 @@ Op = Literal["linear", "partial", "gated"]
 Kind = Literal["plain", "prefetch", "sm90"]
 
 BUCKETS = (16, 32, 64, 128, 192, 256, 512, 1024)
+LARGE = "large"
 _TABLE = Path(__file__).with_name("tiles.json")
 # Streaming multiprocessors of an H100 or H200: what one wave of programs should fill.
 _SMS = 132
@@ -48,9 +49,9 @@ class Tile:
     late_launch: bool = False
 
 
-def bucket(tokens: int) -> int | None:
-    """The smallest bucket that holds `tokens`; None above the largest."""
-    return next((b for b in BUCKETS if tokens <= b), None)
+def bucket(tokens: int) -> str:
+    """The name of the smallest bucket that holds `tokens`; above the largest of them "large"."""
+    return next((str(b) for b in BUCKETS if tokens <= b), LARGE)
 
 
 @cache
@@ -70,20 +71,18 @@ def key(op: Op, n: int, k: int) -> str:
 def choose(op: Op, n: int, k: int, tokens: int) -> Tile | None:
     """The tile for a [tokens, k] x [n, k] product (`n`: outputs, of one half where gated); None: the library serves it.
 
-    The library (cuBLAS) serves more than 1024 tokens, and smaller buckets that the table says it is faster for.
+    The library (cuBLAS) serves what the table leaves to it, and more than 1024 tokens where the table is silent.
     """
-    b = bucket(tokens)
-    if b is None:
-        return None
+    name = bucket(tokens)
     rows = _table().get(key(op, n, k), {})
-    if str(b) in rows:
-        return rows[str(b)]
-    return heuristic(op, n, k, b)
+    if name in rows:
+        return rows[name]
+    return None if name == LARGE else heuristic(op, n, k, tokens)
 
 
 def heuristic(op: Op, n: int, k: int, tokens: int) -> Tile:
     """A sane tile for any shape: fill one wave, split only where the product is left in pieces anyway."""
-    b = bucket(tokens) or BUCKETS[-1]
+    b = next((b for b in BUCKETS if tokens <= b), BUCKETS[-1])
     bm = min(64, b) if b <= 256 else 128
     bn = 32 if op == "gated" or b <= 128 else 64
     while bn > 16 and bn >= 2 * n:

@@ -157,7 +157,7 @@ def _table_cases():
         for bucket, tile in rows.items():
             if tile is not None and tile not in seen:
                 seen.add(tile)
-                yield op, n, k, int(bucket), tile
+                yield op, n, k, 4096 if bucket == tiles.LARGE else int(bucket), tile
 
 
 CASES = [
@@ -167,6 +167,7 @@ CASES = [
     ("partial", 1024, 4096, 128, Tile(64, 64, 64, 4, 4, 4, "prefetch")),
     ("gated", 3072, 1024, 128, Tile(64, 32, 64, 1, 4, 4, "prefetch")),
     ("linear", 3072, 1024, 128, Tile(128, 32, 128, 1, 8, 4, "sm90", late_launch=True)),
+    ("linear", 4096, 1024, 4096, Tile(128, 128, 64, 1, 8, 3, "sm90", ahead=3)),
     ("partial", 1024, 4096, 512, Tile(64, 64, 128, 4, 4, 4, "sm90")),
     ("gated", 3072, 1024, 128, Tile(64, 32, 64, 1, 4, 4, "sm90", ahead=8)),
 ]
@@ -183,6 +184,11 @@ def test_gemm(compiled, op, n, k, tokens, tile):
     check(compiled, 1)
     if tile.bm >= 64:
         assert "wgmma" in compiled[0].asm["ptx"]
+    if tile.kind == "sm90":
+        text = compiled[0].asm["ptx"]
+        assert text.index("cp.async.bulk.tensor") < text.index("griddepcontrol.wait"), (
+            "weights wait for the activations"
+        )
     if tile.kind == "prefetch":
         assert "cp.async.bulk.prefetch.L2" in compiled[0].asm["ptx"]
 
