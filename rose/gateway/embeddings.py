@@ -1,34 +1,25 @@
 """POST /v1/embeddings: the OpenAI dialect on top of the embedding service.
 
-Knows JSON and headers; knows neither text processing nor replicas.
+Knows the answer's JSON and headers; knows neither text processing nor replicas.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 import time
-from typing import Any
 
 import msgspec
 
-from rose.errors import InvalidInput, RoseError
+from rose.errors import Unsupported
 from rose.gateway.asgi import Call, Headers, Reply
-from rose.gateway.inputs import FIELD, parse_input, show
+from rose.gateway.embedding_request import TIMEOUT_HEADER, decode_request, make_job, timeout_s
 from rose.gateway.metrics import Metrics
-from rose.gateway.schemas import EmbeddingRequest
-from rose.gateway.service import Embedded, EmbedJob, EmbedService
-from rose.gateway.vectors import check_format, embedding_list
+from rose.gateway.service import Embedded, EmbedService, output_cards
+from rose.gateway.vectors import QUANTISED, check_format, cut_quantised, embedding_list
 from rose.proto import rose_pb2 as pb
-from rose.proto.frames import MAX_DEADLINE_MS
+from rose.proto.convert import AnyArray
 
-TIMEOUT_HEADER = b"x-request-timeout-ms"
-_decode = msgspec.json.Decoder(EmbeddingRequest).decode
 _encode = msgspec.json.Encoder().encode
-_PRIORITIES: dict[str | None, pb.Priority.ValueType] = {None: pb.ONLINE, "online": pb.ONLINE, "bulk": pb.BULK}
-_AT = re.compile(r" - at `\$\.?([A-Za-z_]+)?.*`$")
-_MISSING = re.compile(r"required field `(\w+)`")
 
 
 class EmbeddingsRoute:
@@ -43,111 +34,43 @@ class EmbeddingsRoute:
         config = self._service.config
         deadline = asyncio.get_running_loop().time() + timeout_s(call.header(TIMEOUT_HEADER), config.default_timeout_s)
         request = decode_request(body)
-        encoding = check_format(request.encoding_format)
         card = self._service.card_for(request.model)
-        job = make_job(request, card, config.max_items, deadline)
+        encoding = check_format(request.encoding_format, card)
+        job = make_job(request, card, encoding, config.max_items, deadline)
+        _check_one_row_an_item(card, job.outputs)
         done = await call.unless_gone(self._service.embed(card, job))
         started = time.perf_counter()
-        data = await embedding_list(done.result.vectors, encoding)
-        answer = b'{"object":"list","data":[%b],"model":%b,"usage":{"prompt_tokens":%d,"total_tokens":%d}%b}' % (
-            data,
-            _encode(card.model),
-            done.tokens,
-            done.tokens,
-            b"" if done.prompt_name is None else b',"prompt_name":' + _encode(done.prompt_name),
-        )
+        answer = await _answer(card, done, _rows(done, encoding, request.dimensions), encoding)
         encode_s = time.perf_counter() - started
         self._metrics.encode.observe(encode_s)
         return Reply(200, answer, _timing(call, done, encode_s))
 
 
-def make_job(request: EmbeddingRequest, card: pb.ModelCard, max_items: int, deadline: float) -> EmbedJob:
-    """Raises InvalidInput and PayloadTooLarge as parse_input does, and for dimensions below 1."""
-    dimensions = request.dimensions
-    if dimensions is not None and dimensions < 1:
-        raise InvalidInput(f"dimensions of {show(dimensions)}: expected 1 or more, or null for all", param="dimensions")
-    cut_to = request.truncate_prompt_tokens
-    if cut_to is None and request.truncate:
-        cut_to = -1
-    return EmbedJob(
-        input=parse_input(request.input, vocab_size=card.vocab_size, max_items=max_items),
-        dimensions=dimensions or 0,
-        prompt_name=request.prompt_name,
-        cut_to=cut_to,
-        split_special_tokens=bool(request.split_special_tokens),
-        priority=_PRIORITIES[request.priority],
-        deadline=deadline,
+def _check_one_row_an_item(card: pb.ModelCard, outputs: tuple[str, ...]) -> None:
+    for output in output_cards(card, outputs):
+        if output.per_token:
+            raise Unsupported(f"the output {output.name!r} has one vector a token; this route gives one an input")
+
+
+def _rows(done: Embedded, encoding: str, dimensions: int | None) -> AnyArray:
+    vectors = done.result.vectors
+    return cut_quantised(vectors, dimensions or 0, encoding) if encoding in QUANTISED else vectors
+
+
+async def _answer(card: pb.ModelCard, done: Embedded, rows: AnyArray, encoding: str) -> bytes:
+    """schemas.EmbeddingResponse, written by hand: its largest part is already JSON."""
+    return b'{"object":"list","data":[%b],"model":%b,"usage":{"prompt_tokens":%d,"total_tokens":%d}%b}' % (
+        await embedding_list(rows, encoding),
+        _encode(card.model),
+        done.tokens,
+        done.tokens,
+        b"" if done.prompt_name is None else b',"prompt_name":' + _encode(done.prompt_name),
     )
-
-
-def timeout_s(header: bytes | None, default: float) -> float:
-    """Seconds a request may take. Raises InvalidInput unless the header is a whole number of milliseconds."""
-    if header is None:
-        return default
-    text = header.strip()
-    if not text.isdigit() or not 0 < int(text) <= MAX_DEADLINE_MS:
-        raise InvalidInput(
-            f"X-Request-Timeout-Ms is {header!r}: expected whole milliseconds, 1..{MAX_DEADLINE_MS}",
-            param="X-Request-Timeout-Ms",
-        )
-    return int(text) / 1000
-
-
-def decode_request(body: bytes) -> EmbeddingRequest:
-    """Raises InvalidInput that names the field where there is one."""
-    try:
-        return _decode(body)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
-    except msgspec.DecodeError as error:
-        raise _malformed(body, str(error)) from None
-    except RecursionError:
-        raise InvalidInput("the JSON is nested too deeply") from None
-
-
-def _invalid(text: str) -> InvalidInput:
-    at = _AT.search(text) or _MISSING.search(text)
-    return InvalidInput(text[:1].lower() + text[1:], param=at.group(1) if at else None)
-
-
-def _malformed(body: bytes, text: str) -> RoseError:
-    """Why the body is no JSON; a lone surrogate, which JSON's grammar allows, is named with its item."""
-    if b"\\ud" in body.lower():
-        index = _lone_surrogate(body)
-        if index is not None:
-            return InvalidInput(
-                "the text holds a lone surrogate, which is no Unicode text: send the pair, or leave it out",
-                param=FIELD,
-                index=index,
-            )
-    return InvalidInput(f"the body is no valid JSON: {text}")
-
-
-def _lone_surrogate(body: bytes) -> int | None:
-    try:
-        value: Any = json.loads(body)["input"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    texts = value if isinstance(value, list) else [value]
-    return next((i for i, text in enumerate(texts) if isinstance(text, str) and not _is_unicode(text)), None)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _timing(call: Call, done: Embedded, encode_s: float) -> Headers:
     """Server-Timing, in milliseconds: what browsers and proxies already show."""
     timing = done.result.timing
-    total = time.perf_counter() - call.started
-    return [
-        (
-            b"server-timing",
-            b"tokenize;dur=%.3f, queue;dur=%.3f, compute;dur=%.3f, encode;dur=%.3f, total;dur=%.3f"
-            % (done.tokenize_s * 1e3, timing.queue_s * 1e3, timing.compute_s * 1e3, encode_s * 1e3, total * 1e3),
-        )
-    ]
+    stages = (done.tokenize_s, timing.queue_s, timing.compute_s, encode_s, call.elapsed())
+    text = b"tokenize;dur=%.3f, queue;dur=%.3f, compute;dur=%.3f, encode;dur=%.3f, total;dur=%.3f"
+    return [(b"server-timing", text % tuple(seconds * 1e3 for seconds in stages))]

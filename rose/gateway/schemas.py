@@ -21,7 +21,7 @@ _TEXTS_OR_IDS = {
         },
     ]
 }
-_BASE64 = "The vector as a list of numbers, or base64 of little-endian float32."
+_BASE64 = "The vector as a list of numbers, or base64 of the bytes that encoding_format asked for."
 
 
 class EmbeddingRequest(Struct, kw_only=True):
@@ -38,7 +38,11 @@ class EmbeddingRequest(Struct, kw_only=True):
     model: Annotated[str | None, Meta(description="The served name; may be left out.")] = None
     encoding_format: Annotated[
         str | None,
-        Meta(description="null is float.", extra_json_schema={"enum": ["float", "base64", None]}),
+        Meta(
+            description="null is float. base64 is little-endian float32. base64_int8 is signed bytes and base64_binary "
+            "one bit a dimension, least significant bit first; both only from models with such outputs.",
+            extra_json_schema={"enum": ["float", "base64", "base64_int8", "base64_binary", None]},
+        ),
     ] = None
     dimensions: Annotated[
         int | None,

@@ -16,7 +16,7 @@ from rose.proto import rose_pb2 as pb
 from rose.proto import rose_pb2_grpc
 from rose.proto.convert import tensor_from_proto
 from tests.gateway.processes import ports, running, wait_for
-from tests.support.tiny_checkpoints import tiny_bert, tiny_xlm_roberta
+from tests.support.tiny_checkpoints import tiny_bert, tiny_qwen3, tiny_xlm_roberta
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "minilm_test_128.json"
 TEXTS = [
@@ -113,6 +113,25 @@ def test_bad_ids_leave_the_engine_alive(live):
     for bad in ([limit], [-1], [2**63], [[1], []]):
         assert client.post("/v1/embeddings", json={"input": bad}).status_code == 400
     assert vectors(client, "x").shape == (1, size["dimension"])
+
+
+def test_quantised_vectors_are_those_of_the_model(tmp_path):
+    """Signed bytes and sign bits of a model with a quantiser, whole and cut, against its own float vectors."""
+    folder = tiny_qwen3(tmp_path / "model", bidirectional=True, pooling="mean", normalize=False, quantizer=True)
+    with served(folder) as (client, _):
+        dense = vectors(client, TEXTS)
+
+        def raw(encoding, dtype, **fields):
+            fields |= {"input": TEXTS, "encoding_format": encoding}
+            data = client.post("/v1/embeddings", json=fields).json()["data"]
+            return np.stack([np.frombuffer(base64.b64decode(item["embedding"]), dtype) for item in data])
+
+        signed = raw("base64_int8", np.int8)
+        assert np.abs(signed - np.tanh(dense.astype(np.float64)) * 127).max() < 0.501
+        assert np.array_equal(raw("base64_int8", np.int8, dimensions=20), signed[:, :20])
+        bits = raw("base64_binary", np.uint8)
+        assert np.array_equal(bits, np.packbits(dense >= 0, axis=1, bitorder="little"))
+        assert np.array_equal(raw("base64_binary", np.uint8, dimensions=24), bits[:, :3])
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from rose.errors import InvalidInput
-from rose.gateway.vectors import SLICE, check_format, embedding_list
+from rose.gateway.vectors import SLICE, check_format, check_quantised_dimensions, cut_quantised, embedding_list
+from rose.proto import rose_pb2 as pb
 
 
 def encoded(vectors, encoding):
@@ -83,9 +84,48 @@ def test_other_requests_get_their_turn_while_a_large_answer_is_encoded():
     assert asyncio.run(turns()) >= 4
 
 
+PLAIN = pb.ModelCard(outputs=[pb.OutputCard(name="dense", dtype=pb.FLOAT32, dimension=64)])
+QUANTISED = pb.ModelCard(
+    outputs=[
+        *PLAIN.outputs,
+        pb.OutputCard(name="int8", dtype=pb.INT8, dimension=64),
+        pb.OutputCard(name="binary", dtype=pb.UINT8, dimension=8),
+    ]
+)
+
+
 def test_formats():
-    assert check_format(None) == "float"
-    assert check_format("base64") == "base64"
-    with pytest.raises(InvalidInput, match="unknown encoding_format 'bytes': expected float or base64") as refused:
-        check_format("bytes")
-    assert refused.value.param == "encoding_format"
+    assert check_format(None, PLAIN) == "float"
+    assert check_format("base64", PLAIN) == "base64"
+    assert check_format("base64_int8", QUANTISED) == "base64_int8"
+    for name in ("bytes", "base64_int8", "base64_binary", ""):
+        with pytest.raises(InvalidInput, match=r"expected one of float, base64$") as refused:
+            check_format(name, PLAIN)
+        assert refused.value.param == "encoding_format"
+    uneven = pb.ModelCard(outputs=[pb.OutputCard(name="binary", unavailable="uneven")])
+    with pytest.raises(InvalidInput):
+        check_format("base64_binary", uneven)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "good", "bad"),
+    [("base64_int8", (0, 1, 63, 64), (65, 2**70)), ("base64_binary", (0, 8, 64), (1, 12, 72))],
+)
+def test_dimensions_of_quantised_vectors(encoding, good, bad):
+    for dimensions in good:
+        check_quantised_dimensions(dimensions, encoding, QUANTISED)
+    for dimensions in bad:
+        with pytest.raises(InvalidInput, match=r"up to 64|1\.\.64") as refused:
+            check_quantised_dimensions(dimensions, encoding, QUANTISED)
+        assert refused.value.param == "dimensions"
+
+
+def test_quantised_vectors_travel_as_their_own_bytes():
+    signed = np.array([[-127, 0, 127, 5]], dtype=np.int8)
+    raw = base64.b64decode(encoded(cut_quantised(signed, 3, "base64_int8"), "base64_int8")[0]["embedding"])
+    assert np.frombuffer(raw, np.int8).tolist() == [-127, 0, 127]
+    x = np.random.default_rng(0).standard_normal((2, 64))
+    bits = np.packbits(x >= 0, axis=1, bitorder="little")
+    for item, row in zip(encoded(cut_quantised(bits, 24, "base64_binary"), "base64_binary"), x, strict=True):
+        raw = np.frombuffer(base64.b64decode(item["embedding"]), np.uint8)
+        assert np.unpackbits(raw, bitorder="little").tolist() == (row[:24] >= 0).astype(int).tolist()
