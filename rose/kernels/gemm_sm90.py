@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rose.kernels.gemm import activate_block
 from rose.kernels.launch import Ptr, cdiv, constexpr, has_dependent_launch, launch, require_contiguous, tl
-from rose.kernels.tiles import BUCKETS, Tile
+from rose.kernels.tiles import LARGE, Tile, bucket
 
 if TYPE_CHECKING:
     gluon: Any
@@ -217,7 +217,7 @@ def gemm_sm90(
         HAS_BIAS=bias is not None,
         GATED=gated,
         LATE_LAUNCH=tile.late_launch,
-        WIDE_STORES=bool(tile.split == 1 and M > BUCKETS[-1]),
+        WIDE_STORES=tile.split == 1 and bucket(M) == LARGE,
         WARPS=tile.warps,
         device=x.device,
         warps=tile.warps,
