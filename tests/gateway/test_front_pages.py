@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import rose
+from rose.errors import WIRE_ERRORS, Cancelled
 from rose.gateway import schemas
 from rose.proto import rose_pb2 as pb
 from tests.gateway.conftest import DIMENSION, MAX_TOKENS, card_for, live_front
@@ -177,3 +179,17 @@ def test_the_docs_page_needs_nothing_from_elsewhere(shared):
     assert not re.search(r"https?://", page)
     assert 'fetch("openapi.json")' in page
     assert "innerHTML" not in page  # texts of the document are never markup
+
+
+def test_the_written_page_names_every_field_route_code_and_metric(shared):
+    """docs/http_api.md cannot fall behind the code."""
+    page = (Path(__file__).parents[2] / "docs" / "http_api.md").read_text()
+    document = shared.client.get("/openapi.json").json()
+    names = {*schemas.EmbeddingRequest.__struct_fields__, *document["paths"]}
+    names |= {error.kind for error in WIRE_ERRORS if error is not Cancelled}
+    names |= {
+        name if family.type != "counter" else f"{name}_total"
+        for name, family in families(shared).items()
+        if not name.startswith("rose_engine_") and not name.endswith("_created")
+    }
+    assert not {name for name in names if name not in page}
