@@ -240,7 +240,7 @@ def percentiles(round_trip: Callable[[], object], requests: int, less_us: float 
         start = time.perf_counter()
         round_trip()
         took[i] = time.perf_counter() - start
-    p50, p90, p99 = np.percentile(took[requests // 10 :] * 1e6, (50, 90, 99)) - less_us
+    p50, p90, p99 = (np.percentile(took[requests // 10 :] * 1e6, (50, 90, 99)) - less_us).tolist()
     return {"p50_us": round(p50, 1), "p90_us": round(p90, 1), "p99_us": round(p99, 1)}
 
 
@@ -277,7 +277,7 @@ def measure_async(address: str, requests: int, less_us: float) -> dict[str, floa
                 start = time.perf_counter()
                 await client.embed([IDS], deadline_s=10.0)
                 took.append(time.perf_counter() - start)
-        p50, p90, p99 = np.percentile(np.array(took[requests // 10 :]) * 1e6, (50, 90, 99)) - less_us
+        p50, p90, p99 = (np.percentile(np.array(took[requests // 10 :]) * 1e6, (50, 90, 99)) - less_us).tolist()
         return {"p50_us": round(p50, 1), "p90_us": round(p90, 1), "p99_us": round(p99, 1)}
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

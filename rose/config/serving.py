@@ -40,6 +40,8 @@ class ServerConfig:
         max_request_items: most sequences of one request.
         max_payload: largest frame accepted, in bytes.
         drain_seconds: how long SIGTERM waits for what is in flight.
+        stuck_seconds: a batch that takes longer means a stuck device: the process answers `unavailable` until it ends.
+            Far above any batch, since busy is healthy.
     """
 
     address: str = "127.0.0.1:0"
@@ -48,6 +50,7 @@ class ServerConfig:
     max_request_items: int = 4096
     max_payload: int = 64 << 20
     drain_seconds: float = 30.0
+    stuck_seconds: float = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

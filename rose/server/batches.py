@@ -71,6 +71,13 @@ class Batches:
         return len(self._flights)
 
     @property
+    def running_for(self) -> float:
+        """Seconds the oldest batch has been running; 0 if there is none."""
+        if not self._flights:
+            return 0.0
+        return self._clock() - max(self._flights[0].launched, self._last_end)
+
+    @property
     def expected_end(self) -> float | None:
         """time.monotonic() at which the oldest batch should end, or None where nothing like it was timed yet."""
         return next((output.expected_end for output in self._flights[0].result.outputs.values()), None)

@@ -77,7 +77,7 @@ def output_cards(outputs: Mapping[str, OutputSpec]) -> list[pb.OutputCard]:
 def check_config(config: ServerConfig, max_tokens: int) -> None:
     """Raises StartupError for limits under which not every request the model takes could be answered."""
     least = {"max_queued_tokens": max_tokens, "max_queued_requests": 1, "max_request_items": 1}
-    least |= {"max_payload": MIN_PAYLOAD, "drain_seconds": 0}
+    least |= {"max_payload": MIN_PAYLOAD, "drain_seconds": 0, "stuck_seconds": 1}
     for name, smallest in least.items():
         if getattr(config, name) < smallest:
             raise StartupError(f"{name} must be at least {smallest}, not {getattr(config, name)}")

@@ -63,7 +63,15 @@ class Reactor:
         self._engine_counters = engine_counters
         self._waiter = Waiter()
         poller = self._waiter.poller
-        self._service = Service(engine, limits, card, config, clock=clock, fill_stats=self._fill_stats)
+        self._service = Service(
+            engine,
+            limits,
+            card,
+            config,
+            clock=clock,
+            fill_stats=self._fill_stats,
+            running_for=lambda: self._batches.running_for,
+        )
         self._batches = Batches(engine, self._service, limits.outputs, clock=clock, device_alive=device_alive)
         self._clients = Clients(poller, listener, self._service, config, clock=clock, patience_s=patience_s)
         self._fruitless = 0

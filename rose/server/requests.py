@@ -122,6 +122,8 @@ class OpenRequests:
         if self._by_serial.pop(request.serial, None) is not None:
             del request.peer.open[request.wire_id]
             request.peer.owed -= request.work.answer_bytes
+            if not self._by_serial:
+                self._deadlines.clear()
 
     @property
     def next_deadline(self) -> float | None:

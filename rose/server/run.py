@@ -207,8 +207,10 @@ def _warm_up(engine: Engine, limits: EngineConfig, device: torch.device, serving
     if device.type != "cuda" or not serving.warm_up:
         return
     longest = min(WARM_TOKENS, limits.max_tokens)
-    lengths = [*range(WARM_STEP, longest + 1, WARM_STEP), longest]
-    engine.warmup({engine.key_for([length]) for length in lengths})
+    # A query that fills its bucket runs alone in it, any other beside one dummy sequence: two graphs a bucket.
+    singles = [[length - less] for length in range(WARM_STEP, longest + 1, WARM_STEP) for less in (0, 1)]
+    sequences = min(limits.bulk_tokens // longest, limits.max_sequences)
+    engine.warmup({engine.key_for(lengths) for lengths in (*singles, [longest], [longest] * sequences)})
 
 
 def _run(reactor: Reactor, device: torch.device, announce: Callable[[], None]) -> int:

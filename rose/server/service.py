@@ -34,6 +34,7 @@ class Service:
         card: the model card, as INFO answers it.
         clock: time.monotonic, which the engine's deadlines go by.
         fill_stats: adds what only the process knows (connections, batches in flight) to an answer to STATS.
+        running_for: seconds the oldest batch in flight has been running, 0 if there is none.
 
     Attributes:
         draining: new requests are refused; set when the process is to end.
@@ -48,6 +49,7 @@ class Service:
         *,
         clock: Callable[[], float],
         fill_stats: Callable[[pb.ServerStats], None] = lambda stats: None,
+        running_for: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.requests = OpenRequests(engine)
         self.stats = Stats()
@@ -59,6 +61,7 @@ class Service:
         self._config = config
         self._clock = clock
         self._fill_stats = fill_stats
+        self._running_for = running_for
         self._started = clock()
 
     def receive(self, peer: Connection, frame: Frame) -> None:
@@ -134,8 +137,7 @@ class Service:
             self.fail(request, error)
 
     def _embed(self, peer: Connection, frame: Frame) -> None:
-        if self.draining:
-            raise Unavailable("this engine process is shutting down")
+        self._check_available()
         try:
             message = pb.EmbedRequest.FromString(frame.payload)
         except DecodeError:
@@ -147,6 +149,16 @@ class Service:
         answer = Answer(work.specs, len(work.sequences), work.dimensions)
         self.requests.open(OpenRequest(peer, frame.request_id, now, deadline, work, answer))
         self.stats.requests += 1
+
+    def _check_available(self) -> None:
+        """Raises Unavailable while draining and while the device is stuck; a card asked for then is refused as well, so
+        that fronts see it without sending work.
+        """
+        if self.draining:
+            raise Unavailable("this engine process is shutting down")
+        running = self._running_for()
+        if running > self._config.stuck_seconds:
+            raise Unavailable(f"the device has been at one batch for {running:.0f} s and seems stuck")
 
     def _check_room(self, tokens: int) -> None:
         """Raises Overloaded, with the time the queue needs at the rate it was seen to move."""
@@ -168,8 +180,7 @@ class Service:
             self.fail(request, Cancelled("cancelled by the client"))
 
     def _info(self, peer: Connection, frame: Frame) -> None:
-        if self.draining:
-            raise Unavailable("this engine process is shutting down")
+        self._check_available()
         peer.send(FrameType.INFO_RESULT, frame.request_id, self._card, self._clock())
 
     def _tell_stats(self, peer: Connection, frame: Frame) -> None:

@@ -167,6 +167,28 @@ def test_more_connections_than_allowed(monkeypatch):
         assert first.frame().type is FrameType.EMBED_RESULT
 
 
+def test_running_out_of_descriptors_pauses_accepting_and_nothing_else(monkeypatch):
+    monkeypatch.setattr(clients, "ACCEPT_PAUSE_S", 0.2)
+    with serving() as server, RawPeer(server.address) as old:
+        old.request(1, [[1]])
+        old.frame()
+        listener = server.reactor._clients._listener
+        accept, asked = listener.accept, []
+
+        def exhausted():
+            asked.append(time.monotonic())
+            return ([], True) if len(asked) == 1 else accept()
+
+        monkeypatch.setattr(listener, "accept", exhausted)
+        with RawPeer(server.address) as late:
+            late.request(1, [[2]])
+            old.request(2, [[3]])
+            assert old.frame().request_id == 2
+            assert late.frame().request_id == 1
+        assert len(asked) == 2
+        assert asked[1] - asked[0] >= 0.2, "the loop must not spin on a connection it cannot take"
+
+
 @pytest.fixture(scope="module")
 def shared():
     with RunningServer(FakeEngine(batch_tokens=1000), max_payload=1 << 20) as server:

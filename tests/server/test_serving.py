@@ -273,6 +273,27 @@ def test_a_client_that_leaves_takes_its_work_along():
         assert len(server.engine.batches) <= 4, "at most one more step after the client had gone"
 
 
+def test_a_stuck_device_is_told_and_a_busy_one_is_not():
+    """Report C140 (infinity#242): a worker that never answers again must not look ready; busy (sglang#22511) is."""
+    with (
+        serving(FakeEngine(held=True), stuck_seconds=0.2) as server,
+        RawPeer(server.address) as peer,
+        Client(server.address) as client,
+    ):
+        peer.request(1, [[1]])
+        server.engine.wait_for_batches(1)
+        client.info()
+        time.sleep(0.25)
+        with pytest.raises(Unavailable, match="seems stuck"):
+            client.info()
+        with pytest.raises(Unavailable, match="seems stuck"):
+            client.embed([[1]])
+        assert client.stats().batches_in_flight == 1
+        server.engine.release()
+        assert peer.frame().type is FrameType.EMBED_RESULT
+        client.info()
+
+
 # Limits
 
 
