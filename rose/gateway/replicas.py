@@ -26,6 +26,8 @@ from rose.proto.convert import IntArray
 PARTS_PER_REPLICA = 3
 # Below this a request is not spread over idle replicas: a batch of so few tokens does not get faster by halving it.
 SPREAD_TOKENS = 4096
+# Where an overloaded replica does not say when to come back.
+OVERLOAD_PAUSE_S = 0.1
 
 
 class ReplicaPool:
@@ -115,7 +117,15 @@ class ReplicaPool:
 
     async def _work(self, waiting: Iterator[tuple[int, Part]], job: _Job, answers: list[EmbedResult | None]) -> None:
         for index, part in waiting:
-            answers[index] = await self._run(part, job)
+            while answers[index] is None:
+                try:
+                    answers[index] = await self._run(part, job)
+                except Overloaded as error:
+                    # Once some of a request is computed, refusing the rest would only make the caller ask for all of
+                    # it again: its later parts wait for room.
+                    if not any(answers):
+                        raise
+                    await asyncio.sleep(min(error.retry_after_s or OVERLOAD_PAUSE_S, max(0.0, job.left_s())))
 
     async def _run(self, part: Part, job: _Job) -> EmbedResult:
         """One part, on one replica after another until one answers."""
@@ -125,17 +135,21 @@ class ReplicaPool:
             replica = self._choose(tried)
             if replica is None:
                 raise failed or Unavailable(f"no replica is ready: {self._reasons()}", retry_after_s=1.0)
-            left = job.deadline - asyncio.get_running_loop().time()
-            if left <= 0:
+            left_s = job.left_s()
+            if left_s <= 0:
                 raise failed or DeadlineExceeded("the deadline passed before the request could be sent to a replica")
             if failed is not None:
                 self._metrics.retries.inc()
             tried.append(replica)
             try:
                 answer = await replica.embed(
-                    part.sequences, part.tokens, outputs=job.outputs, dimensions=job.dimensions,
-                    priority=job.priority, deadline_s=left,
-                )  # fmt: skip
+                    part.sequences,
+                    part.tokens,
+                    outputs=job.outputs,
+                    dimensions=job.dimensions,
+                    priority=job.priority,
+                    deadline_s=left_s,
+                )
                 check_answer(part, answer)
             except (Unavailable, Overloaded) as error:
                 failed = error
@@ -184,6 +198,10 @@ class _Job:
     dimensions: int
     priority: pb.Priority.ValueType
     deadline: float
+
+    def left_s(self) -> float:
+        """Seconds until the deadline; negative after it."""
+        return self.deadline - asyncio.get_running_loop().time()
 
 
 def _check_addresses(addresses: Sequence[str]) -> None:

@@ -184,6 +184,31 @@ def test_a_replica_that_cannot_take_a_part_is_passed_over(text_folder, tmp_path,
     asyncio.run(run())
 
 
+def test_later_parts_wait_for_room_and_the_first_do_not(text_folder, tmp_path, small):
+    """A bulk request that was let in is not refused half-way, after much of it was computed."""
+
+    async def run():
+        async with pool_over(text_folder, tmp_path, small) as (pool, (engine,)):
+            sequences = sequences_of(*[100] * 20)
+            full = [False, False, False, False, True, True, False, True]
+
+            def fault(request):
+                if full and full.pop(0):
+                    raise Overloaded("full", retry_after_s=0.01)
+
+            engine.fault = fault
+            check_rows(await pool.embed(sequences, deadline=soon()), sequences)
+            assert len(engine.seen) == 10 + 3
+            full[:] = [True]
+            with pytest.raises(Overloaded):
+                await pool.embed(sequences, deadline=soon())
+            full[:] = [False] * 3 + [True] * 10_000
+            with pytest.raises((Overloaded, DeadlineExceeded)):
+                await pool.embed(sequences, deadline=soon(0.3))
+
+    asyncio.run(run())
+
+
 def test_a_fault_of_one_item_is_named_by_its_place_in_the_request_and_ends_the_others(text_folder, tmp_path, small):
     async def run():
         async with pool_over(text_folder, tmp_path, small) as (pool, (engine,)):
