@@ -102,7 +102,7 @@ def serve(
         model = load_model(folder, device, dtype)
         engine = build_engine(model, limits, device, dtype, backend=serving.backend, num_threads=serving.num_threads)
         with contextlib.closing(engine):
-            _warm_up(engine, limits, device, serving)
+            warm_up(engine, limits, device, serving)
             self_check(engine, model)
             card = model_card(
                 folder,
@@ -203,7 +203,8 @@ def device_alive(device: torch.device) -> bool:
     return True
 
 
-def _warm_up(engine: Engine, limits: EngineConfig, device: torch.device, serving: Serving) -> None:
+def warm_up(engine: Engine, limits: EngineConfig, device: torch.device, serving: Serving) -> None:
+    """Compile and capture what single queries and full batches need, where the device has graphs."""
     if device.type != "cuda" or not serving.warm_up:
         return
     longest = min(WARM_TOKENS, limits.max_tokens)

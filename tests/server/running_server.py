@@ -26,7 +26,9 @@ MAX_TOKENS = 256
 class RunningServer:
     """Serves `engine` until `stop` or the end of the `with` block."""
 
-    def __init__(self, engine: FakeEngine, address: str = "127.0.0.1:0", *, patience_s: float = 60.0, **limits) -> None:
+    def __init__(
+        self, engine: FakeEngine, address: str = "127.0.0.1:0", *, patience_s: float = 60.0, device_alive=None, **limits
+    ) -> None:
         config = replace(ServerConfig(drain_seconds=10.0), **limits)
         self.engine = engine
         default = next(iter(engine.outputs))
@@ -45,7 +47,15 @@ class RunningServer:
         )
         listener = Listener(parse_address(address))
         self.address = str(listener.address)
-        self.reactor = Reactor(engine, self.limits, card, listener, config, patience_s=patience_s)
+        self.reactor = Reactor(
+            engine,
+            self.limits,
+            card,
+            listener,
+            config,
+            patience_s=patience_s,
+            device_alive=device_alive or (lambda: True),
+        )
         self.reactor.listen()
         self.status: int | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)

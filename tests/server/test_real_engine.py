@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from rose.attention_backends.base import load_backend
-from rose.batch import Batch
 from rose.client import Client
 from rose.config import EngineConfig, ServerConfig, read_model_folder
 from rose.convert import load_model
@@ -18,8 +16,9 @@ from rose.errors import InvalidInput, StartupError
 from rose.proto.address import parse_address
 from rose.server.card import model_card
 from rose.server.listener import Listener
-from rose.server.run import build_reactor
+from rose.server.run import Serving, build_reactor, warm_up
 from rose.server.selfcheck import self_check
+from tests.server.by_hand import by_hand, cosine, random_sequences
 from tests.support.tiny_checkpoints import tiny_bert, tiny_qwen3
 
 BUDGETS = EngineConfig(online_tokens=256, bulk_tokens=512, max_tokens=128, max_sequences=16)
@@ -45,12 +44,7 @@ class Served:
         self.thread.start()
 
     def by_hand(self, ids, output: str) -> np.ndarray:
-        """The model alone on one sequence, past engine, batching and wire."""
-        batch = Batch.pack([list(ids)])
-        backend = load_backend("torch_sdpa", self.model.attention_spec(torch.device("cpu"), torch.float32))
-        batch.attention = backend.plan(batch)
-        with torch.inference_mode():
-            return self.model(batch, (output,))[output][0].numpy()
+        return by_hand(self.model, ids, output)
 
     def close(self) -> None:
         self.reactor.stop()
@@ -72,16 +66,6 @@ def pplx(tmp_path_factory):
     served = Served(tiny_qwen3(tmp_path_factory.mktemp("pplx"), bidirectional=True), "127.0.0.1:0")
     yield served
     served.close()
-
-
-def random_sequences(vocab: int, lengths, seed: int = 0):
-    random = np.random.default_rng(seed)
-    return [random.integers(0, vocab, size=n).astype(np.int32) for n in lengths]
-
-
-def cosine(a, b) -> float:
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
 def test_two_hundred_sequences_in_order_and_right(bert):
@@ -168,4 +152,17 @@ def test_a_model_that_gives_nan_is_not_served(tmp_path):
     engine = build_engine(model, BUDGETS, num_threads=1)
     with pytest.raises(StartupError, match="'dense' is not finite"):
         self_check(engine, model)
+    engine.close()
+
+
+def test_warming_up_reaches_every_bucket_of_single_queries(tmp_path):
+    model = load_model(read_model_folder(tiny_bert(tmp_path)))
+    engine = build_engine(model, BUDGETS, num_threads=1)
+    asked = []
+    engine.warmup = asked.extend
+    warm_up(engine, BUDGETS, torch.device("cuda"), Serving())
+    assert {engine.key_for([n]) for n in (63, 64, 127, 128)} <= set(asked)
+    assert max(key.tokens for key in asked) == BUDGETS.bulk_tokens
+    warm_up(engine, BUDGETS, torch.device("cuda"), Serving(warm_up=False))
+    assert len(asked) == len(set(asked))
     engine.close()

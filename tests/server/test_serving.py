@@ -199,6 +199,21 @@ def test_an_engine_whose_step_raises_leaves_nobody_waiting():
         np.testing.assert_array_equal(client.embed([[2]]).vectors, [plain_row([2])])
 
 
+def test_a_lost_device_ends_the_process_and_everybody_is_told():
+    with serving(FakeEngine(held=True), device_alive=lambda: False) as server, RawPeer(server.address) as peer:
+        peer.request(1, [[POISON]])
+        server.engine.wait_for_batches(1)
+        peer.request(2, [[1]])
+        server.engine.wait_for_batches(2)
+        server.engine.finish()
+        told = dict(peer.error() for _ in range(2))
+        assert type(told[1]) is InternalError
+        assert type(told[2]) is Unavailable
+        assert "device is lost" in told[2].message
+        assert peer.at_end()
+        assert server.join(5) == 70
+
+
 # Deadlines and cancels
 
 
