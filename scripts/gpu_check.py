@@ -12,6 +12,7 @@ printed before it runs, so that any of them can be repeated by hand.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shlex
@@ -30,30 +31,18 @@ def steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[str]]]:
     """(name, command) of one part, the most telling first."""
     python = sys.executable
     if part == "tests":
-        for room in ("kernels", "attention_backends", "engine"):
-            yield (
-                f"tests/{room}",
-                [
-                    python,
-                    "-m",
-                    "pytest",
-                    f"tests/{room}",
-                    "-m",
-                    "gpu and not slow",
-                    "-q",
-                    "-x",
-                    "--maxfail=8",
-                    "-p",
-                    "no:cacheprovider",
-                    "--durations=5",
-                ],
-            )
+        pytest = [python, "-m", "pytest", "-m", "gpu and not slow", "-q", "--maxfail=8", "-p", "no:cacheprovider"]
+        # Most of the kernels' time is compiling: with pytest-xdist it is shared out.
+        workers = ["-n", "8"] if importlib.util.find_spec("xdist") else []
+        yield "tests/kernels", [*pytest, *workers, "tests/kernels"]
+        for room in ("attention_backends", "engine"):
+            yield f"tests/{room}", [*pytest, f"tests/{room}"]
     elif part == "kernels":
         yield (
             "kernels/encoder",
-            [python, "benchmarks/kernels/encoder_probe.py", "--out", str(out / "encoder_probe.json")],
+            [python, "benchmarks/kernels/encoder_probe.py", "--out", str(out)],
         )
-        yield "kernels/ops", [python, "benchmarks/kernels/bench_ops.py", "--out", str(out / "kernels.json")]
+        yield "kernels/ops", [python, "benchmarks/kernels/bench_kernels.py", "--out", str(out)]
         yield "attention", [python, "benchmarks/attention/backends.py", "--out", str(out)]
     else:
         rows = ["--out", str(out / "loads.jsonl")]

@@ -90,7 +90,7 @@ class Bge(Probe):
         T, D, H = self.T, self.D, self.H
         qkv = self.op("qkv", skip, lambda: linear(x, *w["qkv"]))
         q, k, v = qkv.view(T, 3, H, D // H).unbind(1)
-        a = self.op("attention", skip, lambda: short_attention(q, k, v, self.cu_seqlens, T, False, 0.125))
+        a = self.op("attention", skip, lambda: short_attention(q, k, v, self.cu_seqlens, T, False, 0.125, True))
         o = self.op("o", skip, lambda: linear_partial(a.view(T, D), w["o"][0]))
         x1 = self.op("norm1", skip, lambda: add_layer_norm(o, w["o"][1], x, *w["norm1"], 1e-5))
         h = self.op("fc1", skip, lambda: linear(x1, *w["fc1"], "gelu"))
@@ -162,7 +162,7 @@ class Pplx(Probe):
         )
         heads = qkv.view(T, H + 2 * G, dh)
         q, k, v = heads[:, :H], heads[:, H : H + G], heads[:, H + G :]
-        a = self.op("attention", skip, lambda: short_attention(q, k, v, self.cu_seqlens, T, False, dh**-0.5))
+        a = self.op("attention", skip, lambda: short_attention(q, k, v, self.cu_seqlens, T, False, dh**-0.5, True))
         o = self.op("o", skip, lambda: linear_partial(a.view(T, H * dh), w["o"]))
         x, stream = self.op("norm1", skip, lambda: add_rms_norm(o, stream, w["norm1"], 1e-6))
         h = self.op("gate_up", skip, lambda: linear_gated(x, w["gate_up"]))

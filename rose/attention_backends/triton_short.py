@@ -29,14 +29,16 @@ class TritonShortPlan:
 
     capturable = True
 
-    def __init__(self, spec: AttentionSpec, cu_seqlens: Tensor, bound: int, attend: Any) -> None:
+    def __init__(self, spec: AttentionSpec, cu_seqlens: Tensor, bound: int, whole: bool, attend: Any) -> None:
         self._spec = spec
         self._cu_seqlens = cu_seqlens
         self._bound = bound
+        self._whole = whole
         self._attend = attend
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        out: Tensor = self._attend(q, k, v, self._cu_seqlens, self._bound, self._spec.causal, self._spec.scale)
+        spec = self._spec
+        out: Tensor = self._attend(q, k, v, self._cu_seqlens, self._bound, spec.causal, spec.scale, self._whole)
         return out
 
 
@@ -64,13 +66,13 @@ class TritonShort:
         return None
 
     def plan(self, batch: Batch, slot: int = 0) -> AttentionPlan:
-        row_offsets(batch)
+        whole = row_offsets(batch)[-1] == batch.num_tokens
         if batch.max_length > LONGEST:
             raise InternalError(
                 f"{self.name} serves at most {LONGEST} tokens, this batch is bounded to {batch.max_length}"
             )
         bound = next(b for b in _BOUNDS if b >= batch.max_length)
-        return TritonShortPlan(self._spec, batch.cu_seqlens, bound, self._attend or self._load())
+        return TritonShortPlan(self._spec, batch.cu_seqlens, bound, whole, self._attend or self._load())
 
     def warm_up(self, max_sequences: int) -> None:
         """Compile (or load) what it distinguishes: the bound of length, blocks for few and many tokens, and the power
