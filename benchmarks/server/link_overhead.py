@@ -320,6 +320,7 @@ def main() -> None:
             "commit": commit(),
             "cpu": cpu_model(),
             "logical_cpus": os.cpu_count(),
+            "load_average_1min": round(os.getloadavg()[0], 2),
             "python": platform.python_version(),
             "requests": options.requests,
             "event_us": options.event_us,

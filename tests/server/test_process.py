@@ -14,8 +14,11 @@ import pytest
 
 from rose.client import Client
 from rose.errors import StartupError, Unavailable
+from rose.proto import rose_pb2 as pb
 from rose.proto.address import parse_address
+from rose.proto.frames import FrameType
 from rose.server.listener import Listener
+from tests.server.running_server import RawPeer
 from tests.support.tiny_checkpoints import edit_json, tiny_bert
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -39,7 +42,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def test_a_life(folder, tmp_path):
-    """Report C157 (kserve#3360): SIGTERM ends the process cleanly, whoever is still connected."""
+    """Report C157 (kserve#3360): SIGTERM ends the process cleanly: what is open is finished, whoever is connected."""
     process = start(
         str(folder), "--address", f"unix:{tmp_path}/s.sock", "--served-name", "little", "--max-tokens", "100"
     )
@@ -53,7 +56,14 @@ def test_a_life(folder, tmp_path):
             before = cpu_ticks(process.pid)
             time.sleep(1.0)
             assert cpu_ticks(process.pid) - before <= 1, "an idle engine process uses less than a percent of a core"
-            process.send_signal(signal.SIGTERM)
+            with RawPeer(address, timeout_s=30) as peer:
+                peer.request(1, [[5] * 100] * 1000)
+                while not client.stats().open_requests:
+                    time.sleep(0.002)
+                process.send_signal(signal.SIGTERM)
+                frame = peer.frame()
+                assert frame.type is FrameType.EMBED_RESULT, frame.payload
+                assert list(pb.EmbedResponse.FromString(frame.payload).outputs[0].values.shape) == [1000, 64]
             assert process.wait(10) == 0
         assert not Path(tmp_path, "s.sock").exists()
         with pytest.raises(Unavailable):
