@@ -21,7 +21,8 @@ from rose.kernels.launch import (
 
 def rope_table(max_positions: int, head_dim: int, theta: float, device: torch.device | str = "cpu") -> Tensor:
     """cos then sin of every position (arXiv:2104.09864): fp32 [max_positions, head_dim], a half each."""
-    inverse = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    # As transformers writes it: theta ** (-i / head_dim) rounds otherwise, which is 4e-3 in cos at position 40,000.
+    inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     angles = torch.arange(max_positions, dtype=torch.float32, device=device)[:, None] * inverse
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 

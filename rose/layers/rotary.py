@@ -19,5 +19,8 @@ class Rotary(nn.Module):
         self.register_buffer("table", torch.empty(max_positions, head_dim), persistent=False)
 
     def build(self, device: torch.device) -> None:
-        """Fill in the table: models are built on `meta`, where nothing can be computed."""
-        self.table = rope_table(self.max_positions, self.head_dim, self.theta, device)
+        """Fill in the table: models are built on `meta`, where nothing can be computed.
+
+        Computed on the CPU for every device: a last bit of the frequencies is a thousandth at position 10,000.
+        """
+        self.table = rope_table(self.max_positions, self.head_dim, self.theta).to(device)

@@ -5,7 +5,6 @@ The library's own trainers break ties at random; these vocabularies are the same
 
 from __future__ import annotations
 
-
 import math
 from collections import Counter
 from itertools import pairwise
