@@ -1,4 +1,4 @@
-"""`rose bench latency` and `rose bench scoring`: model folder → reference → each way in turn → rows, table, file.
+"""`rose bench latency`, `rose bench scoring`, or both: model folder → reference → each way in turn → rows, file.
 
 Knows the order of things; loads, drivers and rows are other files' business.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import platform
 import time
+import traceback
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -44,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", nargs="+", type=int, help="latency: only these sequence lengths")
     parser.add_argument("--batch", nargs="+", type=int, help="scoring: only these batch sizes")
     parser.add_argument("--n", type=int, help="requests a load, instead of the published numbers")
-    parser.add_argument("--backend", default="auto", help="attention backend; auto chooses by load")
+    parser.add_argument(
+        "--backend", nargs="+", default=["auto"], help="attention backends, in turn; auto chooses by load"
+    )
+    parser.add_argument("--warm-up", action="store_true", help="let the server capture its usual graphs at start")
     parser.add_argument("--seconds", type=float, default=60.0, help="most seconds a load may take")
     parser.add_argument("--url", help="compare another OpenAI-compatible server: its address up to /embeddings")
     parser.add_argument(
@@ -54,24 +58,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(load_name: str, arguments: argparse.Namespace, command: str) -> int:
-    """Run one kind of load; returns the exit status."""
+    """Run the loads of one name, or of both ("all"); returns the exit status: 1 if a load failed."""
     wanted = [
         loads.Load(load.name, load.tokens, load.batch, arguments.n or load.n)
-        for load in (loads.LATENCY if load_name == "latency" else loads.SCORING)
-        if (not arguments.tokens or load.tokens in arguments.tokens)
+        for load in (*loads.LATENCY, *loads.SCORING)
+        if load_name in (load.name, "all")
+        and (not arguments.tokens or load.tokens in arguments.tokens)
         and (not arguments.batch or load.batch in arguments.batch)
     ]
-    run_id = uuid.uuid4().hex[:8]
+    run_id, failed = uuid.uuid4().hex[:8], 0
     for spec in arguments.model or ["bge-m3", "pplx-embed-0.6b"]:
         name, _, given = spec.partition("=")
         folder = Path(given) if given else build_checkpoint(name, arguments.folders / name)
-        _run_model(name, folder, wanted, run_id, arguments, command)
-    return 0
+        failed += _run_model(name, folder, wanted, run_id, arguments, command)
+    return int(failed > 0)
 
 
 def _run_model(
     name: str, folder: Path, wanted: Sequence[loads.Load], run_id: str, arguments: argparse.Namespace, command: str
-) -> None:
+) -> int:
+    """How many loads failed."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     read = read_model_folder(folder)
@@ -85,18 +91,26 @@ def _run_model(
         model=name,
         dtype=str(dtype).removeprefix("torch."),
     )
+    failed = 0
     for driver, backends in _drivers(name, folder, read, wanted, device, dtype, arguments):
-        rows = loads.run(
-            driver,
-            wanted,
-            reference,
-            vocab_size=read.architecture.vocab_size,
-            facts=facts,
-            backends=backends,
-            seconds_at_most=arguments.seconds,
-        )
-        if arguments.out is not None:
-            write_rows(arguments.out, rows)
+        for load in wanted:
+            try:
+                row = loads.run(
+                    driver,
+                    load,
+                    reference,
+                    vocab_size=read.architecture.vocab_size,
+                    facts=facts,
+                    backend=backends[load.tokens, load.batch],
+                    seconds_at_most=arguments.seconds,
+                )
+            except Exception:  # noqa: BLE001  one load that cannot be served must not cost the others
+                failed += 1
+                print(f"{name} {load.batch} x {load.tokens} via {driver.via} failed, no row:\n{traceback.format_exc()}")
+                continue
+            if arguments.out is not None:
+                write_rows(arguments.out, [row])
+    return failed
 
 
 def _drivers(
@@ -114,30 +128,32 @@ def _drivers(
             yield rival, {(load.tokens, load.batch): "unknown" for load in wanted}
         return
     model = load_model(read, device, dtype)
-    backends = _backends(model, wanted, device, dtype, arguments.backend)
     if "engine" in arguments.via:
         limits = EngineConfig(
             max_tokens=read.max_tokens, bulk_tokens=max(16384, read.max_tokens), graph_bytes=GRAPH_BYTES
         )
-        engine = build_engine(model, limits, device, dtype, backend=arguments.backend)
-        with closing(EngineDriver(engine)) as driver:
-            yield driver, backends
-        del engine, driver
+        for backend in arguments.backend:
+            engine = build_engine(model, limits, device, dtype, backend=backend)
+            with closing(EngineDriver(engine)) as driver:
+                yield driver, _backends(model, wanted, device, dtype, backend)
+            del engine, driver
+    auto = _backends(model, wanted, device, dtype, arguments.backend[0])
     del model
     if device.type == "cuda":
         torch.cuda.empty_cache()
     others = [way for way in arguments.via if way != "engine"]
     if not others:
         return
-    with served(folder, name, ["--backend", arguments.backend]) as where, closing(LinkDriver(where.link)) as link:
+    options = ["--backend", arguments.backend[0]] + ([] if arguments.warm_up else ["--no-warm-up"])
+    with served(folder, name, options) as where, closing(LinkDriver(where.link)) as link:
         if "link" in others:
-            yield link, backends
+            yield link, auto
         if "grpc" in others:
             with closing(GrpcDriver(where.grpc, link)) as grpc_driver:
-                yield grpc_driver, backends
+                yield grpc_driver, auto
         if "http" in others:
             with closing(HttpDriver(where.http, name, link)) as http_driver:
-                yield http_driver, backends
+                yield http_driver, auto
 
 
 def _backends(
@@ -177,7 +193,7 @@ def rows_table(rows: Sequence[Row]) -> str:
 
 def _standalone() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("load", choices=("latency", "scoring"))
+    parser.add_argument("load", choices=("latency", "scoring", "all"))
     add_arguments(parser)
     arguments = parser.parse_args()
     import shlex

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -104,43 +103,43 @@ def measure(driver: Driver, load: Load, vocab_size: int, seconds_at_most: float)
 
 def run(
     driver: Driver,
-    loads: Sequence[Load],
+    load: Load,
     reference: Reference,
     *,
     vocab_size: int,
     facts: Facts,
-    backends: dict[tuple[int, int], str],
+    backend: str,
     seconds_at_most: float,
-) -> list[Row]:
-    """One row for each load, printed as they come.
+) -> Row:
+    """The row of one load, printed.
 
     Args:
         facts: what all rows of the run share.
-        backends: (tokens, batch) -> the attention backend that serves it.
+        backend: the attention backend that serves it.
+
+    Raises:
+        DisagreementError: the answers are not the reference's.
     """
-    rows = []
-    for load in loads:
-        cosine = check(driver, reference, load, vocab_size)
-        taken, whole, share = measure(driver, load, vocab_size, seconds_at_most)
-        row = Row(
-            **asdict(facts),
-            load=load.name,
-            tokens=load.tokens,
-            batch=load.batch,
-            in_flight=1,
-            via=driver.via,
-            backend=backends[load.tokens, load.batch],
-            graph_hit_share=round(share, 4),
-            **asdict(percentiles(taken)),
-            per_s=round(len(taken) * load.batch / whole, 1),
-            n=len(taken),
-            cosine=cosine,
-        )
-        print(
-            f"{row.model:16} {load.name:8} {load.batch:3} x {load.tokens:<5} {driver.via:6} {row.backend:16} "
-            f"p50 {row.p50_ms:8.3f}  p90 {row.p90_ms:8.3f}  p99 {row.p99_ms:8.3f}  max {row.max_ms:8.3f} ms  "
-            f"graph {share:4.0%}  cosine {cosine:.5f}",
-            flush=True,
-        )
-        rows.append(row)
-    return rows
+    cosine = check(driver, reference, load, vocab_size)
+    taken, whole, share = measure(driver, load, vocab_size, seconds_at_most)
+    row = Row(
+        **asdict(facts),
+        load=load.name,
+        tokens=load.tokens,
+        batch=load.batch,
+        in_flight=1,
+        via=driver.via,
+        backend=backend,
+        graph_hit_share=round(share, 4),
+        **asdict(percentiles(taken)),
+        per_s=round(len(taken) * load.batch / whole, 1),
+        n=len(taken),
+        cosine=cosine,
+    )
+    print(
+        f"{row.model:16} {load.name:8} {load.batch:3} x {load.tokens:<5} {driver.via:6} {row.backend:16} "
+        f"p50 {row.p50_ms:8.3f}  p90 {row.p90_ms:8.3f}  p99 {row.p99_ms:8.3f}  max {row.max_ms:8.3f} ms  "
+        f"graph {share:4.0%}  cosine {cosine:.5f}",
+        flush=True,
+    )
+    return row

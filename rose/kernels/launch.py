@@ -94,8 +94,11 @@ def cdiv(a: int, b: int) -> int:
 
 
 def row_warps(width: int) -> int:
-    """Warps for one row of `width` elements: eight elements a thread, one to eight warps."""
-    return min(8, max(1, next_power_of_2(width) // 256))
+    """Warps for one row of `width` elements: four elements a thread, one to eight warps.
+
+    Eight warps for 1024 took 627 to 631 µs for 24 layers of BGE-M3 at 128 tokens, four 636 to 638 (H200).
+    """
+    return min(8, max(1, next_power_of_2(width) // 128))
 
 
 def require_contiguous(**tensors: Tensor | None) -> None:

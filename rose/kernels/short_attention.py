@@ -66,20 +66,24 @@ def _sequence_of(cu_seqlens: Ptr, program: Ptr, B: Ptr, BM: constexpr, CHUNK: co
 
 
 @jit
-def _rows(base: Ptr, row: Ptr, stride: Ptr, col: Ptr, length: Ptr) -> Ptr:
+def _rows(base: Ptr, row: Ptr, stride: Ptr, col: Ptr, length: Ptr, FULL: constexpr) -> Ptr:
     """Rows of one head, zero past the end of the sequence: whatever lies there, it never reaches a product."""
+    if FULL:
+        return tl.load(base + row[:, None] * stride + col[None, :])
     at = base + row.to(tl.int64)[:, None] * stride + col[None, :]
     return tl.load(at, mask=(row < length)[:, None], other=0.0)
 
 
 @jit
-def _scores(q: Ptr, k: Ptr, query: Ptr, key: Ptr, length: Ptr, scale: Ptr, CAUSAL: constexpr) -> Ptr:
+def _scores(q: Ptr, k: Ptr, query: Ptr, key: Ptr, length: Ptr, scale: Ptr, CAUSAL: constexpr, FULL: constexpr) -> Ptr:
     """q @ k.T * scale for one block of keys; -inf where a key is not to be seen."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    seen = (key < length)[None, :]
     if CAUSAL:
-        seen = seen & (key[None, :] <= query[:, None])
-    return tl.where(seen, scores, float("-inf"))
+        seen = key[None, :] <= query[:, None]
+        scores = tl.where(seen if FULL else seen & (key < length)[None, :], scores, float("-inf"))
+    elif not FULL:
+        scores = tl.where((key < length)[None, :], scores, float("-inf"))
+    return scores
 
 
 @jit(do_not_specialize=["B", "T", "scale"])
@@ -107,10 +111,15 @@ def _short_attention(
     CAUSAL: constexpr,
     ONE_BLOCK: constexpr,
     SINGLE: constexpr,
+    FULL: constexpr,
     ONE_CHUNK: constexpr,
     PDL: constexpr,
 ) -> None:
-    """Program (i, h): head h of a block of BM queries. ONE_BLOCK: no sequence is longer than BN."""
+    """Program (i, h): head h of a block of BM queries.
+
+    ONE_BLOCK: no sequence is longer than BN. SINGLE: there is one sequence, of all T tokens. FULL: and it is exactly
+    one block of keys and whole blocks of queries, so nothing needs a mask (a third of the instructions).
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
@@ -133,11 +142,11 @@ def _short_attention(
         row = tl.cast(start, tl.int64)
         k_base = k + row * k_row + (head // GROUP) * k_head
         v_base = v + row * v_row + (head // GROUP) * v_head
-        q_block = _rows(q + row * q_row + head * q_head, query, q_row, col, length)
+        q_block = _rows(q + row * q_row + head * q_head, query, q_row, col, length, FULL)
         # The first block by itself: for a short sequence it is all, and needs no running maximum.
-        k_block = _rows(k_base, key, k_row, col, length)
-        v_block = _rows(v_base, key, v_row, col, length)
-        scores = _scores(q_block, k_block, query, key, length, scale, CAUSAL)
+        k_block = _rows(k_base, key, k_row, col, length, FULL)
+        v_block = _rows(v_base, key, v_row, col, length, FULL)
+        scores = _scores(q_block, k_block, query, key, length, scale, CAUSAL, FULL)
         top = tl.max(scores, 1)
         p = tl.exp2(scores - top[:, None])
         total = tl.sum(p, 1)
@@ -146,13 +155,13 @@ def _short_attention(
             last = tl.minimum(length, first_query + BM) if CAUSAL else length
             for first in range(BN, last, BN):
                 keys = first + key
-                k_block = _rows(k_base, keys, k_row, col, length)
-                scores = _scores(q_block, k_block, query, keys, length, scale, CAUSAL)
+                k_block = _rows(k_base, keys, k_row, col, length, FULL)
+                scores = _scores(q_block, k_block, query, keys, length, scale, CAUSAL, FULL)
                 new_top = tl.maximum(top, tl.max(scores, 1))
                 shrink = tl.exp2(top - new_top)
                 p = tl.exp2(scores - new_top[:, None])
                 total = total * shrink + tl.sum(p, 1)
-                v_block = _rows(v_base, keys, v_row, col, length)
+                v_block = _rows(v_base, keys, v_row, col, length, FULL)
                 acc = tl.dot(p.to(v_block.dtype), v_block, acc * shrink[:, None], input_precision="ieee")
                 top = new_top
         out_at = out + ((row + query)[:, None] * H + head) * HEAD_DIM + col[None, :]
@@ -165,10 +174,7 @@ def block(tokens: int, head_dim: int, max_length: int) -> tuple[int, int, int]:
     Measured inside encoders of 24 and 28 layers on an H200 (benchmarks/kernels/tune_in_model.py).
     """
     bn = min(max(16, next_power_of_2(max_length)), 128 if head_dim <= 128 else 64)
-    if tokens > 256 and head_dim <= 64:
-        return 64, bn, 4
-    bm = 16 if head_dim <= 64 else 32
-    return bm, bn, 8 if bm * bn >= 32 * 128 else 4
+    return (64 if head_dim <= 64 else 16), bn, 4
 
 
 def short_attention_triton(
@@ -218,6 +224,7 @@ def short_attention_triton(
         BN=bn,
         CHUNK=min(_CHUNK, max(16, next_power_of_2(B))),
         SINGLE=single,
+        FULL=single and bn == T and bm <= T,
         ONE_CHUNK=B <= _CHUNK,
         CAUSAL=causal,
         ONE_BLOCK=max_length <= bn,

@@ -124,7 +124,7 @@ def test_triton_short_is_the_kernel_of_this_project(causal: bool, cpu_spec: Atte
 def test_triton_short_rounds_the_bound_up_and_refuses_a_longer_one(cpu_spec, monkeypatch) -> None:
     bounds: list[int] = []
 
-    def short_attention(q, k, v, cu_seqlens, max_length, causal, scale):
+    def short_attention(q, k, v, cu_seqlens, max_length, causal, scale, whole):
         bounds.append(max_length)
         return q
 

@@ -90,3 +90,14 @@ def test_odd_head_dim_is_refused(place):
     q = place.randn(4, 2, 48)
     with pytest.raises(ValueError, match="power of two"):
         short_attention_triton(q, q, q, place.tensor([0, 4]), 4, False, 1.0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 128, 130])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 2, 64), (4, 2, 128)])
+def test_a_lone_sequence_of_all_tokens_looks_nothing_up(place, close, tokens, heads, kv_heads, head_dim, causal):
+    """And, where it fills whole blocks (64 and 128 tokens), masks nothing."""
+    q, k, v = packed_qkv(place, tokens, heads, kv_heads, head_dim, poison=0)
+    scale = head_dim**-0.5
+    out = short_attention_triton(q, k, v, place.tensor([0, tokens]), tokens, causal, scale, whole=True)
+    close(out, expected64(q, k, v, [tokens], causal, scale), factor=2)
