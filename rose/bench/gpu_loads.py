@@ -29,9 +29,13 @@ from rose.bench.shapes import SHAPES, build_checkpoint
 from rose.config import EngineConfig, ModelFolder, read_model_folder
 from rose.convert import load_model
 from rose.engine import build_engine
+from rose.engine.cuda import CudaCapturer
+from rose.engine.engine import Engine
 from rose.models.base import ServedModel
 
 WAYS = ("engine", "link", "grpc", "http")
+# Scoring goes to the engine as one request whatever carries it: its loads are timed in process and over the link.
+SCORING_WAYS = ("engine", "link")
 GRAPH_BYTES = 4 << 30
 
 
@@ -54,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--folders", type=Path, default=Path("/tmp/rose-shapes"), help="where made checkpoints are kept"
     )
+    parser.add_argument("--commit", help="what is measured, where the machine has no checkout to ask")
     parser.add_argument("--out", type=Path, help="JSONL file of rows; a new run replaces the old rows of its loads")
 
 
@@ -84,7 +89,7 @@ def _run_model(
     reference = Reference(folder, device)
     facts = Facts(
         run_id=run_id,
-        commit=commit(),
+        commit=arguments.commit or commit(),
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
         command=command,
         machine=_machine(device),
@@ -94,6 +99,8 @@ def _run_model(
     failed = 0
     for driver, backends in _drivers(name, folder, read, wanted, device, dtype, arguments):
         for load in wanted:
+            if load.name == "scoring" and driver.via not in SCORING_WAYS:
+                continue
             try:
                 row = loads.run(
                     driver,
@@ -136,6 +143,7 @@ def _drivers(
             engine = build_engine(model, limits, device, dtype, backend=backend)
             with closing(EngineDriver(engine)) as driver:
                 yield driver, _backends(model, wanted, device, dtype, backend)
+                _print_graphs(engine)
             del engine, driver
     auto = _backends(model, wanted, device, dtype, arguments.backend[0])
     del model
@@ -169,6 +177,14 @@ def _backends(
         ).backend
         for load in wanted
     }
+
+
+def _print_graphs(engine: Engine) -> None:
+    metrics, capturer = engine.graphs.metrics, engine.graphs.capturer
+    if isinstance(capturer, CudaCapturer) and metrics.captures:
+        took = sorted(capturer.seconds)[len(capturer.seconds) // 2] * 1e3
+        each = metrics.bytes / metrics.captures / 2**20
+        print(f"{metrics.captures} graphs captured: {took:.1f} ms and {each:.1f} MiB each; {metrics.hits} replays")
 
 
 def _machine(device: torch.device) -> str:

@@ -132,6 +132,11 @@ class LazyGraphs:
         """Whether padded keys are worth it."""
         return self._capturer is not None
 
+    @property
+    def capturer(self) -> Capturer | None:
+        """Who captures, or None where nothing is captured."""
+        return self._capturer
+
     def __contains__(self, key: GraphKey) -> bool:
         return key in self._held
 
