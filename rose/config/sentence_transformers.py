@@ -39,7 +39,7 @@ DENSE_ACTIVATIONS: dict[str, str | None] = {
     "SiLU": "silu",
     "Sigmoid": "sigmoid",
 }
-_SETTLE_POOLING = f"settle it with --pooling ({', '.join(POOL_MODES.values())})"
+_SETTLE_POOLING = "settle it with --pooling mean, cls or last"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
