@@ -176,7 +176,9 @@ def _causal(config: JsonFile, asked: bool | None, keys: dict[str, bool], *, defa
         said["architectures"] = True
     if len(set(said.values())) > 1:
         stated = ", ".join(f"{key} = {config.data[key]}" for key in said)
-        raise config.error(f"the attention mode is contradictory ({stated}); settle it with --causal or --no-causal")
+        raise config.error(
+            f"the attention mode is contradictory ({stated}); settle it with --causal or --bidirectional"
+        )
     for key, value in said.items():
         return value, f"config.json: {key}"
     return default, f"default of {config.text('model_type')}"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rose.convert.checkpoint import Checkpoint
 from rose.errors import CheckpointError
 from tests.support.running import embed, load, random_sequences
 from tests.support.tiny_checkpoints import (
@@ -192,8 +193,6 @@ def test_dense_weights_are_held_to_the_same_standard(tmp_path):
 
 def test_a_failed_load_reads_no_data(tmp_path, monkeypatch):
     """Names and shapes are settled from the headers: a wrong checkpoint of many gigabytes fails at once."""
-    from rose.convert.checkpoint import Checkpoint
-
     path = tiny_bert(tmp_path / "m")
     rewrite(path, lambda tensors: tensors.update({"stranger": torch.zeros(1)}))
     monkeypatch.setattr(Checkpoint, "read", lambda self, name: pytest.fail("data was read"))

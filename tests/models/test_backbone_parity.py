@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.support.running import hidden_of, load, random_sequences
+from tests.support.running import batch_of, hidden_of, load, random_sequences
 from tests.support.tiny_checkpoints import edit_json, read_json, tiny_bert, tiny_qwen3, tiny_xlm_roberta
 
 LENGTHS = [11, 1, 40, 11, 11, 2]
@@ -65,8 +65,6 @@ def test_bert_token_types(tmp_path):
     path = tiny_bert(tmp_path / "m")
     model, theirs = load(path), reference(path)
     ids, types = random_sequences([9], 400)[0], [0] * 4 + [1] * 5
-    from tests.support.running import batch_of
-
     batch = batch_of(model, [ids])
     batch.type_ids = torch.tensor(types, dtype=torch.int32)
     with torch.inference_mode():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rose.config import read_model_folder
+from rose.config.architecture import _READERS
 from rose.errors import CheckpointError, Unsupported
 from rose.models.base import OutputSpec
 from rose.models.registry import BACKBONES, build_backbone
@@ -80,9 +81,7 @@ def test_half_precision_stays_close(tmp_path, make, dtype):
     assert bool((torch.cosine_similarity(out, embed(load(path), sequences)) > 0.998).all())
 
 
-def test_table_knows_every_family_the_reader_knows(tmp_path):
-    from rose.config.architecture import _READERS
-
+def test_table_knows_every_family_the_reader_knows():
     assert set(BACKBONES) == set(_READERS)
 
 
