@@ -82,7 +82,15 @@ def free_port() -> int:
 
 def start_server(port: int) -> subprocess.Popen[bytes]:
     """`rose serve`, in a session of its own: Ctrl-C must reach this process alone, which then stops the server."""
-    command = [str(Path(sys.executable).with_name("rose")), "serve", DEFAULT_MODEL, "--http", str(port)]
+    command = [
+        str(Path(sys.executable).with_name("rose")),
+        "serve",
+        DEFAULT_MODEL,
+        "--http",
+        str(port),
+        "--log-level",
+        "warning",
+    ]
     print(f"starting {' '.join(command)}", flush=True)
     return subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
 

@@ -23,7 +23,7 @@ def commands() -> list[str]:
 
 
 def test_the_commands_are_those_of_the_documentation():
-    assert commands() == ["pull", "serve", "gateway", "info", "doctor", "version"]
+    assert commands() == ["pull", "serve", "gateway", "info", "doctor", "bench", "version"]
 
 
 @pytest.mark.parametrize("name", commands())
@@ -137,3 +137,13 @@ def test_doctor_reports_versions_threads_and_a_reason_for_every_missing_backend(
     backends = [line for line in out.splitlines() if line.startswith("  ")]
     assert backends
     assert all(line.endswith(" yes") or len(line.partition(" no: ")[2]) > 5 for line in backends)
+
+
+@pytest.mark.parametrize(
+    ("load", "prog"), [("cpu", "python -m rose.bench.embed_cpu"), ("latency", "rose bench latency")]
+)
+def test_each_load_of_the_bench_explains_its_own_options(load, prog, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", load, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: {prog}" in capsys.readouterr().out

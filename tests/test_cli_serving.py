@@ -34,10 +34,12 @@ def served(monkeypatch):
 
 def test_the_front_gets_its_options(served, tmp_path):
     options = ["--host", "0.0.0.0", "--http", "81", "--grpc", "82", "--timeout", "7.5", "--strict-dimensions"]
+    options += ["--drain-seconds", "3", "--max-items", "9", "--max-body-bytes", "1000"]
     assert cli.main(["serve", str(tmp_path), *options]) == 0
     folder, config, _ = served[0]
     assert folder == tmp_path
     assert (config.host, config.http_port, config.grpc_port) == ("0.0.0.0", 81, 82)
+    assert (config.drain_seconds, config.max_items, config.max_body_bytes) == (3.0, 9, 1000)
     assert (config.default_timeout_s, config.strict_dimensions, config.replicas) == (7.5, True, ())
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import rose
+from rose.cli.bench import add_bench
 from rose.cli.doctor import add_doctor
 from rose.cli.models import add_info, add_pull
 from rose.cli.serving import add_gateway, add_serve
@@ -53,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rose {rose.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (add_pull, add_serve, add_gateway, add_info, add_doctor, _add_version):
+    for add in (add_pull, add_serve, add_gateway, add_info, add_doctor, add_bench, _add_version):
         add(commands)
     return parser
 

@@ -10,7 +10,7 @@ import argparse
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rose.cli.shared import Commands, add_command, add_model, add_reading, resolve_model
 
@@ -21,15 +21,22 @@ if TYPE_CHECKING:
 _ENGINE_MODEL = {
     "--dtype": "auto (bfloat16 on CUDA, float32 on CPU), float32, bfloat16 or float16",
     "--backend": "attention backend; see rose doctor",
-    "--num-threads": "threads of torch's operators on the CPU (default: torch's own choice)",
 }
 _ENGINE_LIMITS = {
+    "--num-threads": "threads of torch's operators on the CPU (default: torch's own choice)",
     "--online-tokens": "most tokens of a batch while single queries wait",
     "--bulk-tokens": "most tokens of a batch otherwise",
     "--max-sequences": "most sequences of a batch",
     "--max-tokens": "longest text, in tokens (default: the model's own)",
     "--max-queued-tokens": "beyond this many waiting tokens, requests are answered 429",
     "--max-queued-requests": "beyond this many waiting requests, requests are answered 429",
+}
+# option -> field of GatewayConfig, type, help. What is not given keeps the field's own default.
+_FRONT_LIMITS: dict[str, tuple[str, type, str]] = {
+    "--timeout": ("default_timeout_s", float, "deadline of a request that states none, in seconds (default: 300)"),
+    "--drain-seconds": ("drain_seconds", float, "how long SIGTERM waits for open requests (default: 30)"),
+    "--max-items": ("max_items", int, "most inputs of one request (default: 2048)"),
+    "--max-body-bytes": ("max_body_bytes", int, "largest HTTP body or gRPC message (default: 32 MiB)"),
 }
 
 
@@ -50,8 +57,11 @@ def add_serve(commands: Commands) -> None:
         "--device", type=_devices, default=("auto",), help="auto, cpu, cuda, cuda:N; several, by commas: an engine each"
     )
     add_reading(engine)
-    for name, text in (_ENGINE_MODEL | _ENGINE_LIMITS).items():
-        engine.add_argument(name, help=text, metavar=name.rpartition("-")[2].upper())
+    for name, text in _ENGINE_MODEL.items():
+        engine.add_argument(name, help=text)
+    for name, text in _ENGINE_LIMITS.items():
+        engine.add_argument(name, type=int, help=text, metavar=name.rpartition("-")[2].upper())
+    parser.add_argument("--name", help="name clients use (default: as given here)")
 
 
 def add_gateway(commands: Commands) -> None:
@@ -72,12 +82,12 @@ def _add_front(parser: argparse.ArgumentParser) -> None:
     front.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     front.add_argument("--http", type=_port, default=8080, metavar="PORT", help="0: any free one; off (default: 8080)")
     front.add_argument("--grpc", type=_port, default=None, metavar="PORT", help="0: any free one; off (default: off)")
-    front.add_argument("--timeout", type=float, metavar="SECONDS", help="deadline of a request that states none")
+    for name, (_, kind, text) in _FRONT_LIMITS.items():
+        front.add_argument(name, type=kind, metavar=name.rpartition("-")[2].upper(), help=text)
     front.add_argument(
         "--strict-dimensions", action="store_true", help="refuse dimensions the model was not trained for"
     )
-    parser.add_argument("--name", help="name clients use (default: as given here)")
-    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
 
 
 def _port(text: str) -> int | None:
@@ -122,7 +132,12 @@ def _front_config(options: argparse.Namespace, replicas: tuple[str, ...]) -> Gat
         grpc_port=options.grpc,
         strict_dimensions=options.strict_dimensions,
     )
-    return config if options.timeout is None else replace(config, default_timeout_s=options.timeout)
+    given = {field: _value(options, name) for name, (field, _, _) in _FRONT_LIMITS.items()}
+    return replace(config, **{field: value for field, value in given.items() if value is not None})
+
+
+def _value(options: argparse.Namespace, name: str) -> Any:
+    return getattr(options, name.removeprefix("--").replace("-", "_"))
 
 
 def _engine_arguments(options: argparse.Namespace, device: str) -> list[str]:
@@ -130,9 +145,8 @@ def _engine_arguments(options: argparse.Namespace, device: str) -> list[str]:
     arguments = ["--device", device, "--served-name", options.name or _model_name(options.model)]
     arguments += ["--log-level", options.log_level]
     for name in ("--pooling", *_ENGINE_MODEL, *_ENGINE_LIMITS):
-        value = getattr(options, name.removeprefix("--").replace("-", "_"))
-        if value is not None:
-            arguments += [name, value]
+        if (value := _value(options, name)) is not None:
+            arguments += [name, str(value)]
     if options.causal is not None:
         arguments.append("--causal" if options.causal else "--no-causal")
     return arguments
