@@ -117,6 +117,8 @@ class CudaExecutor:
     def launch(self, fn: Callable[[], T], *, expected_seconds: float | None = None) -> Ticket[T]:
         if self._closed:
             raise RuntimeError("this executor is closed")
+        # Before anything is queued: the device's time counts from the first event on, whatever the launches take.
+        expected_end = expected_end_after(self._last, expected_seconds)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(self.stream), torch.inference_mode():
             start.record(self.stream)
@@ -125,7 +127,7 @@ class CudaExecutor:
             except BaseException as error:  # noqa: BLE001  it concerns this batch only
                 return DoneTicket.failed(error)
             end.record(self.stream)
-        ticket = CudaTicket(value, start, end, self._waiter, expected_end_after(self._last, expected_seconds))
+        ticket = CudaTicket(value, start, end, self._waiter, expected_end)
         self._last = ticket
         return ticket
 

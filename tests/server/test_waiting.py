@@ -11,7 +11,7 @@ import pytest
 
 from rose.client import Client
 from rose.server.pacing import TokenRate
-from rose.server.waiting import EARLY_S, Waiter
+from rose.server.waiting import EARLY_S, SPIN_S, Waiter
 from tests.server.fake_engine import FakeEngine
 from tests.server.running_server import RawPeer, serving
 
@@ -91,10 +91,37 @@ def test_fine_sleeps_are_not_rounded_to_milliseconds():
     took = []
     for _ in range(30):
         start = time.monotonic()
-        waiter.wait_for_batch(lambda: True, start + EARLY_S + 200e-6, None)
+        waiter.wait_for_batch(lambda: True, start + SPIN_S + 200e-6, None)
         took.append(time.monotonic() - start)
     waiter.close()
-    assert 200e-6 <= sorted(took)[3] < 800e-6
+    slept = SPIN_S + 200e-6 - EARLY_S
+    assert slept <= sorted(took)[3] < slept + 600e-6
+
+
+def test_a_batch_that_ends_soon_is_not_slept_through():
+    waiter = Waiter()
+    asked = []
+    end = time.monotonic() + 1e-3
+    waiter.wait_for_batch(lambda: asked.append(time.monotonic()) or time.monotonic() >= end, end, None)
+    waiter.close()
+    assert len(asked) > 50
+    assert asked[-1] < end + 300e-6
+
+
+def test_the_thread_stays_awake_a_moment_after_a_batch_and_then_blocks():
+    waiter = Waiter()
+    end = time.monotonic() + 200e-6
+    waiter.wait_for_batch(lambda: time.monotonic() >= end, end, None)
+    read, write = os.pipe()
+    waiter.poller.register(read, select.EPOLLIN)
+    start = time.process_time()
+    assert waiter.wait(0.05) == []
+    assert time.process_time() - start < 0.02
+    os.write(write, b"x")
+    assert waiter.wait(None) == [(read, select.EPOLLIN)]
+    os.close(write)
+    os.close(read)
+    waiter.close()
 
 
 def test_a_fine_sleep_ends_with_an_event():
