@@ -43,6 +43,8 @@ class Batch:
         lengths: the same on the host: tokens of each sequence.
         max_length: upper bound of the longest sequence; inside a graph the bucket's bound, not this batch's.
         type_ids: [T] int32 token types (BERT pairs), or None for all zero.
+        spans: [S, 2] int32 on the device, or None: rows [start, end) of the packed axis that are pooled each by itself,
+            in the order of the sequences; pooled outputs then have S rows instead of B.
         attention: set by the engine before the model runs.
         key: the graph key this batch is padded to, or None for a batch that no graph will ever replay. All batches of
             one key have the same tokens, sequences, max_length and buffers, and plans of that key reuse one set of
@@ -55,6 +57,7 @@ class Batch:
     lengths: tuple[int, ...]
     max_length: int
     type_ids: Tensor | None = None
+    spans: Tensor | None = None
     attention: AttentionPlan | None = field(default=None, repr=False)
     key: Hashable | None = None
 

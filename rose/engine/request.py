@@ -35,6 +35,8 @@ class Request:
         deadline: time.monotonic() after which nobody wants the answer, or None.
         alone: run each sequence in a batch of its own (used to repeat the company of a non-finite row).
         token_types: token type ids beside `sequences` (BERT pairs), or None for all zero.
+        spans: [n, 2] int32 beside each of `sequences`, or None: first token and end of each part that is pooled by
+            itself (late chunking), counted from the sequence's own first token; n may be 0.
     """
 
     id: int
@@ -44,6 +46,7 @@ class Request:
     priority: Priority = Priority.ONLINE
     alone: bool = False
     token_types: list[npt.NDArray[np.int32]] | None = None
+    spans: list[npt.NDArray[np.int32]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ class StepResult:
         outputs: per output name, a lazy host tensor. Pooled outputs have one row an item; per-token outputs have
             rows splits[i] .. splits[i + 1] for item i.
         splits: row boundaries of the per-token outputs: 0, then the end of each item.
+        span_splits: row boundaries of the pooled outputs of requests with spans: 0, then the end of each item; empty
+            where the batch has none, and each item one row.
         tokens: tokens of the batch, padding left out.
         dropped: requests that ended without an answer, by id (expired before they were batched).
     """
@@ -70,5 +75,6 @@ class StepResult:
     items: tuple[Item, ...] = ()
     outputs: Mapping[str, LazyTensor] = field(default_factory=dict)
     splits: tuple[int, ...] = (0,)
+    span_splits: tuple[int, ...] = ()
     tokens: int = 0
     dropped: Mapping[int, RoseError] = field(default_factory=dict)

@@ -26,6 +26,9 @@ class OutputSpec:
         per_token: rows are tokens, not sequences.
         normalized: rows have unit length; a cut vector is normalised again.
         unavailable: why it cannot be had from this checkpoint, or None.
+        kind: "vector"; "weights" (lexical, one a token, per_token); "score" (raw logits, one a label).
+        skip_tokens: per_token: leading tokens of a sequence that have no row in the answer (ColBERT's <s>).
+        labels: names of a score's columns, as far as the checkpoint has them.
     """
 
     dtype: Literal["float32", "int8", "uint8"]
@@ -33,6 +36,9 @@ class OutputSpec:
     per_token: bool = False
     normalized: bool = False
     unavailable: str | None = None
+    kind: Literal["vector", "weights", "score"] = "vector"
+    skip_tokens: int = 0
+    labels: tuple[str, ...] = ()
 
 
 class ServedModel(Protocol):

@@ -132,6 +132,8 @@ class EmbedRequest(google.protobuf.message.Message):
     DIMENSIONS_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     PROMPT_NAME_FIELD_NUMBER: builtins.int
+    TOKEN_TYPES_FIELD_NUMBER: builtins.int
+    SPANS_FIELD_NUMBER: builtins.int
     model: builtins.str
     """empty: whatever this server serves"""
     dimensions: builtins.int
@@ -139,6 +141,8 @@ class EmbedRequest(google.protobuf.message.Message):
     priority: Global___Priority.ValueType
     prompt_name: builtins.str
     """a prompt of the model card, for texts only"""
+    token_types: builtins.bytes
+    """int32, little-endian, one an id of `tokens`; empty: all zero"""
     @property
     def tokens(self) -> Global___Tokens: ...
     @property
@@ -148,6 +152,10 @@ class EmbedRequest(google.protobuf.message.Message):
     @property
     def outputs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """empty: the model's default output"""
+
+    @property
+    def spans(self) -> Global___Spans:
+        """for tokens only: pooled outputs have a row a span instead of a row a sequence"""
 
     def __init__(
         self,
@@ -159,12 +167,36 @@ class EmbedRequest(google.protobuf.message.Message):
         dimensions: builtins.int = ...,
         priority: Global___Priority.ValueType = ...,
         prompt_name: builtins.str = ...,
+        token_types: builtins.bytes = ...,
+        spans: Global___Spans | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["input", b"input", "texts", b"texts", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["dimensions", b"dimensions", "input", b"input", "model", b"model", "outputs", b"outputs", "priority", b"priority", "prompt_name", b"prompt_name", "texts", b"texts", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["input", b"input", "spans", b"spans", "texts", b"texts", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dimensions", b"dimensions", "input", b"input", "model", b"model", "outputs", b"outputs", "priority", b"priority", "prompt_name", b"prompt_name", "spans", b"spans", "texts", b"texts", "token_types", b"token_types", "tokens", b"tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["input", b"input"]) -> typing.Literal["tokens", "texts"] | None: ...
 
 Global___EmbedRequest: typing_extensions.TypeAlias = EmbedRequest
+
+@typing.final
+class Spans(google.protobuf.message.Message):
+    """Parts of sequences, each pooled by itself (late chunking). Sequence i has counts[i] spans."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COUNTS_FIELD_NUMBER: builtins.int
+    BOUNDS_FIELD_NUMBER: builtins.int
+    bounds: builtins.bytes
+    """int32, little-endian: first token and end of each span, counted from its sequence's first token"""
+    @property
+    def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        counts: collections.abc.Iterable[builtins.int] | None = ...,
+        bounds: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bounds", b"bounds", "counts", b"counts"]) -> None: ...
+
+Global___Spans: typing_extensions.TypeAlias = Spans
 
 @typing.final
 class Output(google.protobuf.message.Message):
@@ -259,6 +291,8 @@ class OutputCard(google.protobuf.message.Message):
     PER_TOKEN_FIELD_NUMBER: builtins.int
     NORMALIZED_FIELD_NUMBER: builtins.int
     UNAVAILABLE_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    SKIP_TOKENS_FIELD_NUMBER: builtins.int
     name: builtins.str
     dtype: Global___DType.ValueType
     dimension: builtins.int
@@ -266,6 +300,10 @@ class OutputCard(google.protobuf.message.Message):
     normalized: builtins.bool
     unavailable: builtins.str
     """why this output cannot be had, empty if it can"""
+    kind: builtins.str
+    """"vector", "weights" (lexical, one a token) or "score" (raw logits, one a label)"""
+    skip_tokens: builtins.int
+    """per_token: leading tokens of a sequence that have no row in the answer"""
     def __init__(
         self,
         *,
@@ -275,10 +313,172 @@ class OutputCard(google.protobuf.message.Message):
         per_token: builtins.bool = ...,
         normalized: builtins.bool = ...,
         unavailable: builtins.str = ...,
+        kind: builtins.str = ...,
+        skip_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dimension", b"dimension", "dtype", b"dtype", "name", b"name", "normalized", b"normalized", "per_token", b"per_token", "unavailable", b"unavailable"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dimension", b"dimension", "dtype", b"dtype", "kind", b"kind", "name", b"name", "normalized", b"normalized", "per_token", b"per_token", "skip_tokens", b"skip_tokens", "unavailable", b"unavailable"]) -> None: ...
 
 Global___OutputCard: typing_extensions.TypeAlias = OutputCard
+
+@typing.final
+class RerankRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    QUERY_FIELD_NUMBER: builtins.int
+    DOCUMENTS_FIELD_NUMBER: builtins.int
+    TOP_N_FIELD_NUMBER: builtins.int
+    RAW_SCORES_FIELD_NUMBER: builtins.int
+    INSTRUCTION_FIELD_NUMBER: builtins.int
+    RETURN_DOCUMENTS_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    query: builtins.str
+    top_n: builtins.int
+    """0: all"""
+    raw_scores: builtins.bool
+    """logits instead of probabilities"""
+    instruction: builtins.str
+    """for models with a template; empty: the model's own"""
+    return_documents: builtins.bool
+    priority: Global___Priority.ValueType
+    @property
+    def documents(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        model: builtins.str = ...,
+        query: builtins.str = ...,
+        documents: collections.abc.Iterable[builtins.str] | None = ...,
+        top_n: builtins.int = ...,
+        raw_scores: builtins.bool = ...,
+        instruction: builtins.str = ...,
+        return_documents: builtins.bool = ...,
+        priority: Global___Priority.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["documents", b"documents", "instruction", b"instruction", "model", b"model", "priority", b"priority", "query", b"query", "raw_scores", b"raw_scores", "return_documents", b"return_documents", "top_n", b"top_n"]) -> None: ...
+
+Global___RerankRequest: typing_extensions.TypeAlias = RerankRequest
+
+@typing.final
+class RankedDocument(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    RELEVANCE_SCORE_FIELD_NUMBER: builtins.int
+    DOCUMENT_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """in RerankRequest.documents"""
+    relevance_score: builtins.float
+    document: builtins.str
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        relevance_score: builtins.float = ...,
+        document: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["document", b"document", "index", b"index", "relevance_score", b"relevance_score"]) -> None: ...
+
+Global___RankedDocument: typing_extensions.TypeAlias = RankedDocument
+
+@typing.final
+class RerankResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    TIMING_FIELD_NUMBER: builtins.int
+    prompt_tokens: builtins.int
+    @property
+    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankedDocument]:
+        """best first"""
+
+    @property
+    def timing(self) -> Global___Timing: ...
+    def __init__(
+        self,
+        *,
+        results: collections.abc.Iterable[Global___RankedDocument] | None = ...,
+        prompt_tokens: builtins.int = ...,
+        timing: Global___Timing | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["timing", b"timing"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["prompt_tokens", b"prompt_tokens", "results", b"results", "timing", b"timing"]) -> None: ...
+
+Global___RerankResponse: typing_extensions.TypeAlias = RerankResponse
+
+@typing.final
+class Pair(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_1_FIELD_NUMBER: builtins.int
+    TEXT_2_FIELD_NUMBER: builtins.int
+    text_1: builtins.str
+    text_2: builtins.str
+    def __init__(
+        self,
+        *,
+        text_1: builtins.str = ...,
+        text_2: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["text_1", b"text_1", "text_2", b"text_2"]) -> None: ...
+
+Global___Pair: typing_extensions.TypeAlias = Pair
+
+@typing.final
+class ScoreRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    PAIRS_FIELD_NUMBER: builtins.int
+    RAW_SCORES_FIELD_NUMBER: builtins.int
+    INSTRUCTION_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    raw_scores: builtins.bool
+    instruction: builtins.str
+    priority: Global___Priority.ValueType
+    @property
+    def pairs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Pair]: ...
+    def __init__(
+        self,
+        *,
+        model: builtins.str = ...,
+        pairs: collections.abc.Iterable[Global___Pair] | None = ...,
+        raw_scores: builtins.bool = ...,
+        instruction: builtins.str = ...,
+        priority: Global___Priority.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["instruction", b"instruction", "model", b"model", "pairs", b"pairs", "priority", b"priority", "raw_scores", b"raw_scores"]) -> None: ...
+
+Global___ScoreRequest: typing_extensions.TypeAlias = ScoreRequest
+
+@typing.final
+class ScoreResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SCORES_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    TIMING_FIELD_NUMBER: builtins.int
+    prompt_tokens: builtins.int
+    @property
+    def scores(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """in the order of the pairs"""
+
+    @property
+    def timing(self) -> Global___Timing: ...
+    def __init__(
+        self,
+        *,
+        scores: collections.abc.Iterable[builtins.float] | None = ...,
+        prompt_tokens: builtins.int = ...,
+        timing: Global___Timing | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["timing", b"timing"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["prompt_tokens", b"prompt_tokens", "scores", b"scores", "timing", b"timing"]) -> None: ...
+
+Global___ScoreResponse: typing_extensions.TypeAlias = ScoreResponse
 
 @typing.final
 class ModelCard(google.protobuf.message.Message):

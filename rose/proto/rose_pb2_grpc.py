@@ -39,6 +39,16 @@ class RoseStub(object):
                 request_serializer=rose_dot_proto_dot_rose__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=rose_dot_proto_dot_rose__pb2.EmbedResponse.FromString,
                 _registered_method=True)
+        self.Rerank = channel.unary_unary(
+                '/rose.v1.Rose/Rerank',
+                request_serializer=rose_dot_proto_dot_rose__pb2.RerankRequest.SerializeToString,
+                response_deserializer=rose_dot_proto_dot_rose__pb2.RerankResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/rose.v1.Rose/Score',
+                request_serializer=rose_dot_proto_dot_rose__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=rose_dot_proto_dot_rose__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.Info = channel.unary_unary(
                 '/rose.v1.Rose/Info',
                 request_serializer=rose_dot_proto_dot_rose__pb2.InfoRequest.SerializeToString,
@@ -51,6 +61,20 @@ class RoseServicer(object):
 
     def Embed(self, request, context):
         """Vectors (and later scores) for token ids or, at a front that holds the tokenizer, for texts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rerank(self, request, context):
+        """Documents in the order of their relevance to a query. Served by fronts; an engine process scores tokens (Embed).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """One score a pair of texts. Served by fronts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,6 +94,16 @@ def add_RoseServicer_to_server(servicer, server):
                     servicer.Embed,
                     request_deserializer=rose_dot_proto_dot_rose__pb2.EmbedRequest.FromString,
                     response_serializer=rose_dot_proto_dot_rose__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Rerank': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rerank,
+                    request_deserializer=rose_dot_proto_dot_rose__pb2.RerankRequest.FromString,
+                    response_serializer=rose_dot_proto_dot_rose__pb2.RerankResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=rose_dot_proto_dot_rose__pb2.ScoreRequest.FromString,
+                    response_serializer=rose_dot_proto_dot_rose__pb2.ScoreResponse.SerializeToString,
             ),
             'Info': grpc.unary_unary_rpc_method_handler(
                     servicer.Info,
@@ -104,6 +138,60 @@ class Rose(object):
             '/rose.v1.Rose/Embed',
             rose_dot_proto_dot_rose__pb2.EmbedRequest.SerializeToString,
             rose_dot_proto_dot_rose__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rerank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rose.v1.Rose/Rerank',
+            rose_dot_proto_dot_rose__pb2.RerankRequest.SerializeToString,
+            rose_dot_proto_dot_rose__pb2.RerankResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rose.v1.Rose/Score',
+            rose_dot_proto_dot_rose__pb2.ScoreRequest.SerializeToString,
+            rose_dot_proto_dot_rose__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,8 +2,8 @@
 
 An executor with a descriptor (CPU) is watched by the poller like a socket. One without (CUDA) has only an event to ask:
 with a batch in flight that ends soon the thread asks event and sockets in turn, else it first sleeps until shortly
-before the expected end, waking for sockets. An epoll timeout is a whole number of milliseconds, so finer sleeps wait in select() for
-the epoll descriptor itself, which is readable whenever one of its sockets is.
+before the expected end, waking for sockets. An epoll timeout is a whole number of milliseconds, so finer sleeps wait in
+select() for the epoll descriptor itself, which is readable whenever one of its sockets is.
 Knows clocks and descriptors; knows neither requests nor results.
 """
 
