@@ -135,6 +135,8 @@ class RoseHttp:
             str(folder),
             "--http",
             str(port),
+            "--log-level",
+            "warning",
             "--num-threads",
             str(threads),
         ]
