@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rose import cli
+from rose.hub.package import sha256_of
 from rose.server.__main__ import build_parser as engine_parser
 
 PORTS = ["--http", "0", "--grpc", "off"]
@@ -149,7 +150,7 @@ def embed(base: str, text: str) -> list[float]:
 
 
 @pytest.mark.weights
-def test_an_engine_and_a_gateway_of_its_own_answer_as_serve_does(minilm_folder: Path, tmp_path: Path):
+def test_an_engine_and_a_gateway_of_its_own_answer_as_serve_does(minilm_folder: Path, tmp_path: Path, capsys):
     serve, serve_base = start("serve", "minilm", *PORTS)
     address = f"unix:{tmp_path}/engine"
     engine = subprocess.Popen(
@@ -165,6 +166,11 @@ def test_an_engine_and_a_gateway_of_its_own_answer_as_serve_does(minilm_folder: 
         assert [model["id"] for model in get(f"{serve_base}/v1/models")["data"]] == ["minilm"]
         first, second = (embed(base, "one front or another") for base in (serve_base, gateway_base))
         assert len(first) == 384
+        assert cli.main(["info", "--replica", address]) == 0
+        facts = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+        assert facts["model"] == "minilm, BertModel"
+        assert facts["output"] == "dense: 384 dimensions"
+        assert facts["tokenizer"] == f"sha256 {sha256_of(minilm_folder / 'tokenizer.json')}"
         assert first == second
     finally:
         for process in (serve, gateway, engine):

@@ -13,6 +13,7 @@ from rose.cli.shared import Commands, add_command, add_model, add_reading, resol
 
 if TYPE_CHECKING:
     from rose.config import ModelFolder
+    from rose.proto.rose_pb2 import ModelCard
 
 
 def add_pull(commands: Commands) -> None:
@@ -57,15 +58,19 @@ def _info(options: argparse.Namespace) -> int:
         from rose.client import Client
 
         with Client(options.replica) as client:
-            print(client.info(), end="")
+            _print_facts(_card_facts(client.info()))
         return 0
     from rose.config import read_model_folder
 
-    for name, value in _folder_facts(
-        read_model_folder(resolve_model(options), pooling=options.pooling, causal=options.causal)
-    ):
-        print(f"{name:<13} {value}")
+    _print_facts(
+        _folder_facts(read_model_folder(resolve_model(options), pooling=options.pooling, causal=options.causal))
+    )
     return 0
+
+
+def _print_facts(facts: list[tuple[str, object]]) -> None:
+    for name, value in facts:
+        print(f"{name:<13} {value}")
 
 
 def _folder_facts(folder: ModelFolder) -> list[tuple[str, object]]:
@@ -86,4 +91,25 @@ def _folder_facts(folder: ModelFolder) -> list[tuple[str, object]]:
         *(("prompt", f"{name}: {text!r}") for name, text in folder.prompts.items()),
         ("stored dtype", shape.dtype),
         ("tokenizer", f"sha256 {folder.tokenizer_sha256}" if folder.tokenizer_sha256 else "none"),
+    ]
+
+
+def _card_facts(card: ModelCard) -> list[tuple[str, object]]:
+    outputs = [
+        f"{output.name}: {output.dimension} dimensions{' a token' if output.per_token else ''}"
+        + (f", cannot be had: {output.unavailable}" if output.unavailable else "")
+        for output in card.outputs
+    ]
+    queue = f"{card.max_queued_tokens} tokens; one request: {card.max_request_items} items"
+    return [
+        ("model", f"{card.model}, {card.architecture}"),
+        ("runs", f"{card.dtype} on {card.device}, attention {card.backend}, rose {card.version}"),
+        ("attention", "causal" if card.causal else "bidirectional"),
+        ("pooling", card.pooling or "none"),
+        *(("output", output) for output in outputs),
+        ("max tokens", card.max_tokens),
+        ("batch", f"{card.max_batch_tokens} tokens at most"),
+        ("queue", queue),
+        *(("prompt", f"{name}: {text!r}") for name, text in sorted(card.prompts.items())),
+        ("tokenizer", f"sha256 {card.tokenizer_sha256.hex()}" if card.tokenizer_sha256 else "none"),
     ]
