@@ -5,7 +5,9 @@ Frozen, resolved once, free of torch. Knows files and numbers; knows neither wei
 
 from rose.config.architecture import ArchitectureConfig
 from rose.config.folder import DenseConfig, ModelFolder, PoolingConfig, read_model_folder
+from rose.config.reranker import RerankerConfig
 from rose.config.serving import EngineConfig, GatewayConfig, ServerConfig
+from rose.config.token_heads import TokenHeadConfig
 
 __all__ = [
     "ArchitectureConfig",
@@ -14,6 +16,8 @@ __all__ = [
     "GatewayConfig",
     "ModelFolder",
     "PoolingConfig",
+    "RerankerConfig",
     "ServerConfig",
+    "TokenHeadConfig",
     "read_model_folder",
 ]

@@ -1,18 +1,19 @@
 """A checkpoint folder as its own files describe it: architecture, pooling, heads, prompts, limits.
 
-Reads config.json and the sentence-transformers files (modules.json, N_*/config.json, config_sentence_transformers.json,
-sentence_bert_config.json). Knows JSON; knows neither weights nor tokenisers.
+Reads config.json, the sentence-transformers files (modules.json, N_*/config.json, config_sentence_transformers.json,
+sentence_bert_config.json) and the tokenizer's. Knows JSON; knows neither weights nor tokenisers.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rose.config.architecture import ArchitectureConfig, read_architecture
 from rose.config.json_file import JsonFile
+from rose.config.reranker import RerankerConfig, Task, read_reranker
 from rose.config.sentence_transformers import (
     DenseConfig,
     PoolingConfig,
@@ -21,9 +22,14 @@ from rose.config.sentence_transformers import (
     missing_pooling,
     read_modules,
 )
+from rose.config.token_heads import TokenHeadConfig, read_token_heads
+from rose.config.tokenizer_files import TokenizerFiles
 from rose.errors import CheckpointError
 
 __all__ = ["DenseConfig", "ModelFolder", "PoolingConfig", "read_model_folder"]
+
+# pplx-embed-context: its own code pools each chunk by its mean and quantises it; no file says so.
+_CONTEXTUAL = "PPLXQwen3ContextualModel"
 
 # Where sentence-transformers keeps max_seq_length and do_lower_case; the first file found counts.
 _TRANSFORMER_FILES = tuple(
@@ -46,6 +52,11 @@ class ModelFolder:
         do_lower_case: texts are lower-cased before the tokenizer sees them.
         subfolder: where config.json, the weights and the tokenizer lie, relative to `path`; nearly always "".
         matryoshka_dimensions: what the model was trained to be cut to; empty where it does not say.
+        reranker: how it scores pairs, or None for an embedder; a reranker has no pooling, and `dimension` labels.
+        token_heads: BGE-M3's lexical and ColBERT heads; empty for other models.
+        contextual: chunks of a document are joined by `separator_id`, run as one sequence and pooled each by itself.
+        separator: the tokenizer's sep token, or None where it names none.
+        separator_id: its id; other tokens may have the same (padding in pplx-embed), so nothing is told by it.
     """
 
     path: Path
@@ -63,6 +74,11 @@ class ModelFolder:
     do_lower_case: bool = False
     subfolder: str = ""
     matryoshka_dimensions: tuple[int, ...] = ()
+    reranker: RerankerConfig | None = None
+    token_heads: tuple[TokenHeadConfig, ...] = ()
+    contextual: bool = False
+    separator: str | None = None
+    separator_id: int | None = None
 
     @property
     def backbone_path(self) -> Path:
@@ -70,16 +86,26 @@ class ModelFolder:
         return self.path / self.subfolder
 
 
-def read_model_folder(path: str | Path, *, pooling: str | None = None, causal: bool | None = None) -> ModelFolder:
+def read_model_folder(
+    path: str | Path,
+    *,
+    pooling: str | None = None,
+    causal: bool | None = None,
+    task: Task | None = None,
+    template: str | None = None,
+) -> ModelFolder:
     """Read a folder whole, or say what is missing.
 
     Args:
         pooling: settles the pooling of a folder that does not state one ("mean", "cls", "last"); wins over one that
             does, and `PoolingConfig.source` then tells both.
         causal: settles the attention mode where config.json leaves it open; wins likewise.
+        task: "embed" or "rerank" settles what a folder that does not say so is for.
+        template: how a reranker's pair is written where the folder does not say: "qwen3" or "none".
 
     Raises:
-        CheckpointError: no config.json, an unknown architecture, malformed JSON, an unknown module type.
+        CheckpointError: no config.json, an unknown architecture, malformed JSON, an unknown module type, no pooling
+            where a vector needs one, or no head where a score needs one.
     """
     root = Path(path)
     if not root.is_dir():
@@ -88,12 +114,25 @@ def read_model_folder(path: str | Path, *, pooling: str | None = None, causal: b
     backbone = root / modules.subfolder
     config = JsonFile.read(backbone / "config.json")
     architecture = read_architecture(config, causal)
-    pooled = asked_pooling(pooling, modules.pooling) if pooling is not None else modules.pooling
-    if pooled is None:
-        raise missing_pooling(root)
+    tokens = TokenizerFiles(backbone)
+    sentence_config = JsonFile.read_if_there(root / "config_sentence_transformers.json")
+    reranker = read_reranker(
+        config,
+        architecture,
+        modules.logit_score,
+        sentence_config,
+        tokens,
+        name="" if modules.pooling is not None else root.resolve().name,
+        task=task,
+        template=template,
+    )
+    contextual = architecture.architecture == _CONTEXTUAL
+    if contextual:
+        modules = _with_the_classes_own(modules)
+    pooled = None if reranker is not None else _pooling(root, modules, pooling, architecture)
     transformer = _transformer_file(backbone)
-    prompts, default_prompt, similarity = _read_prompts(root)
-    return ModelFolder(
+    prompts, default_prompt, similarity = _read_prompts(sentence_config, reranker is not None)
+    folder = ModelFolder(
         path=root,
         architecture=architecture,
         pooling=pooled,
@@ -101,15 +140,40 @@ def read_model_folder(path: str | Path, *, pooling: str | None = None, causal: b
         normalize=modules.normalize,
         prompts=prompts,
         default_prompt_name=default_prompt,
-        max_tokens=_max_tokens(architecture, transformer, backbone),
+        max_tokens=_max_tokens(architecture, transformer, tokens.config),
         similarity=similarity,
         tokenizer_sha256=_sha256(backbone / "tokenizer.json"),
-        dimension=_dimension(modules, pooled, config, architecture.hidden_size),
+        dimension=_dimension(modules, pooled, config, architecture.hidden_size)
+        if pooled is not None
+        else len(reranker.labels if reranker is not None else ()),
         quantizer=modules.quantizer,
         do_lower_case=transformer.flag("do_lower_case", False),
         subfolder=modules.subfolder,
         matryoshka_dimensions=_matryoshka(config),
+        reranker=reranker,
+        token_heads=read_token_heads(root, architecture, pooled, tokens),
+        contextual=contextual,
+        separator=tokens.text_of("sep"),
+        separator_id=tokens.role_id("sep"),
     )
+    if contextual and folder.separator_id is None:
+        raise CheckpointError(f"{root} joins chunks by a separator, and its tokenizer's files name no sep_token")
+    return folder
+
+
+def _pooling(
+    root: Path, modules: SentenceModules, asked: str | None, architecture: ArchitectureConfig
+) -> PoolingConfig:
+    if asked is not None:
+        return asked_pooling(asked, modules.pooling)
+    if modules.pooling is None:
+        raise missing_pooling(root, could_rerank=architecture.architecture.endswith("ForCausalLM"))
+    return modules.pooling
+
+
+def _with_the_classes_own(modules: SentenceModules) -> SentenceModules:
+    own = PoolingConfig(modes=("mean",), source=f"the code of {_CONTEXTUAL}")
+    return replace(modules, pooling=modules.pooling or own, quantizer="tanh_int8")
 
 
 def _dimension(modules: SentenceModules, pooling: PoolingConfig, config: JsonFile, hidden_size: int) -> int:
@@ -124,9 +188,8 @@ def _dimension(modules: SentenceModules, pooling: PoolingConfig, config: JsonFil
     return width
 
 
-def _max_tokens(architecture: ArchitectureConfig, transformer: JsonFile, backbone: Path) -> int:
+def _max_tokens(architecture: ArchitectureConfig, transformer: JsonFile, tokenizer: JsonFile) -> int:
     """The least of all limits. A tokenizer that states none writes 1e30, which the position limit undercuts."""
-    tokenizer = JsonFile.read_if_there(backbone / "tokenizer_config.json")
     limits = [architecture.max_positions]
     if "max_seq_length" in transformer:
         limits.append(transformer.integer("max_seq_length"))
@@ -142,12 +205,11 @@ def _transformer_file(backbone: Path) -> JsonFile:
     return JsonFile(backbone / _TRANSFORMER_FILES[0], {})
 
 
-def _read_prompts(root: Path) -> tuple[dict[str, str], str | None, str | None]:
+def _read_prompts(config: JsonFile, scores: bool) -> tuple[dict[str, str], str | None, str | None]:
     """(prompts, default_prompt_name, similarity) of config_sentence_transformers.json."""
-    config = JsonFile.read_if_there(root / "config_sentence_transformers.json")
     kind = config.text("model_type", "SentenceTransformer")
-    if kind != "SentenceTransformer":
-        raise config.error(f"a {kind} is not served, only a SentenceTransformer")
+    if kind != "SentenceTransformer" and not (scores and kind == "CrossEncoder"):
+        raise config.error(f"a {kind} is not served, only a SentenceTransformer, or a CrossEncoder with its head")
     written = config.child("prompts")
     prompts = {name: written.text(name) for name in written.data if name in written}
     default = config.text("default_prompt_name", "") or None

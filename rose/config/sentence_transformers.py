@@ -1,4 +1,5 @@
-"""What the sentence-transformers files say comes after the backbone: pooling, Dense chain, normalisation, quantiser.
+"""What the sentence-transformers files say comes after the backbone: pooling, Dense chain, normalisation, quantiser,
+or the yes/no score of a language model.
 
 Reads modules.json and N_*/config.json in both of their schemas. Knows module types by the last part of their dotted
 name, because the packages that write them have moved more than once; knows neither weights nor architectures.
@@ -75,6 +76,20 @@ class DenseConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogitScoreConfig:
+    """A language model's logits as a score.
+
+    Attributes:
+        true_token_id, false_token_id: the score is the difference of their logits, or the first alone.
+        source: the file it was read from.
+    """
+
+    true_token_id: int
+    false_token_id: int | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SentenceModules:
     """The chain of modules.json behind the backbone.
 
@@ -83,6 +98,7 @@ class SentenceModules:
         pooling: None where no file states one.
         pooling_width: width of the rows it pools, or None where no file states one.
         quantizer: the last step of the vector's integer form, a name of rose.kernels.pool.Finish, or None.
+        logit_score: instead of pooling, for rerankers that are language models.
     """
 
     subfolder: str = ""
@@ -91,6 +107,7 @@ class SentenceModules:
     dense: tuple[DenseConfig, ...] = ()
     normalize: bool = False
     quantizer: str | None = None
+    logit_score: LogitScoreConfig | None = None
 
 
 def read_modules(root: Path) -> SentenceModules:
@@ -117,11 +134,21 @@ def read_modules(root: Path) -> SentenceModules:
             raise CheckpointError(f"{path}: a {kind} module at this place in the chain is not served")
         stage = _STAGES[kind]
         chain = _append(chain, kind, root, _inside(module))
+    if chain.logit_score is not None and (chain.pooling or chain.dense or chain.normalize or chain.quantizer):
+        raise CheckpointError(f"{path}: a LogitScore module behind anything but a Transformer is not served")
     return chain
 
 
 # Dropout does nothing once trained, wherever between pooling and normalisation it stands.
-_STAGES = {"Transformer": 1, "Pooling": 2, "Dense": 3, "Dropout": 3, "Normalize": 4, "FlexibleQuantizer": 5}
+_STAGES = {
+    "Transformer": 1,
+    "Pooling": 2,
+    "Dense": 3,
+    "Dropout": 3,
+    "Normalize": 4,
+    "FlexibleQuantizer": 5,
+    "LogitScore": 6,
+}
 
 
 def _append(chain: SentenceModules, kind: str, root: Path, folder: str) -> SentenceModules:
@@ -137,7 +164,17 @@ def _append(chain: SentenceModules, kind: str, root: Path, folder: str) -> Sente
         return replace(chain, normalize=True)
     if kind == "FlexibleQuantizer":
         return replace(chain, quantizer="tanh_int8")
+    if kind == "LogitScore":
+        return replace(chain, logit_score=_read_logit_score(JsonFile.read(config_path), f"{folder}/config.json"))
     return chain
+
+
+def _read_logit_score(config: JsonFile, source: str) -> LogitScoreConfig:
+    return LogitScoreConfig(
+        true_token_id=config.count("true_token_id"),
+        false_token_id=config.count("false_token_id") if "false_token_id" in config else None,
+        source=source,
+    )
 
 
 def _without_modules_json(root: Path) -> SentenceModules:
@@ -190,8 +227,13 @@ def asked_pooling(mode: str, stated: PoolingConfig | None) -> PoolingConfig:
     return PoolingConfig(modes=(name,), include_prompt=include, source=f"the caller's choice{beside}")
 
 
-def missing_pooling(root: Path) -> CheckpointError:
-    return CheckpointError(f"{root} does not say how tokens are pooled into a vector; {_SETTLE_POOLING}")
+def missing_pooling(root: Path, *, could_rerank: bool) -> CheckpointError:
+    """
+    Args:
+        could_rerank: it has a language model's head, of which yes and no are a score.
+    """
+    otherwise = ", or say --task rerank if it scores pairs" if could_rerank else ""
+    return CheckpointError(f"{root} does not say how tokens are pooled into a vector; {_SETTLE_POOLING}{otherwise}")
 
 
 def _read_dense(config: JsonFile, folder: str) -> DenseConfig:

@@ -42,7 +42,7 @@ class Dense:
     residual: bool = False
 
 
-class _Draw:
+class Draw:
     """Seeded random tensors."""
 
     def __init__(self, seed: int) -> None:
@@ -120,7 +120,7 @@ def write_sentence_files(
     kinds = [("", old + "Transformer" if legacy else base + "transformer.Transformer")]
     kinds.append(("1_Pooling", old + "Pooling" if legacy else new + "pooling.Pooling"))
     _write_pooling(path / "1_Pooling", width, modes, include_prompt, legacy)
-    draw = _Draw(seed)
+    draw = Draw(seed)
     for module in dense:
         folder = f"{len(kinds)}_Dense"
         kinds.append((folder, old + "Dense" if legacy else base + "dense.Dense"))
@@ -155,7 +155,7 @@ def _write_pooling(folder: Path, width: int, modes: list[str], include_prompt: b
     write_json(folder / "config.json", config | {"include_prompt": include_prompt})
 
 
-def _write_dense(folder: Path, module: Dense, draw: _Draw) -> None:
+def _write_dense(folder: Path, module: Dense, draw: Draw) -> None:
     config: dict[str, Any] = {
         "in_features": module.in_features,
         "out_features": module.out_features,
@@ -185,10 +185,16 @@ def tiny_bert(
     seed: int = 0,
     prefix: str = "",
     shards: int = 1,
+    extra: Mapping[str, Tensor] | None = None,
     config: Mapping[str, Any] | None = None,
     **sentence_files: Any,
 ) -> Path:
-    """A BERT embedder (WordPiece, lower case). Further keywords go to `write_sentence_files`."""
+    """A BERT embedder (WordPiece, lower case).
+
+    Args:
+        prefix: put before every name of the backbone. extra: further tensors of the same file, by their full names.
+        sentence_files: go to `write_sentence_files`.
+    """
     path.mkdir(parents=True, exist_ok=True)
     tokenizer = tiny_tokenizers.word_piece()
     tiny_tokenizers.save(tokenizer, path)
@@ -211,8 +217,8 @@ def tiny_bert(
     }
     shape |= config or {}
     write_json(path / "config.json", shape)
-    tensors = bert_tensors(shape, seed)
-    save_weights(path, {prefix + name: tensor for name, tensor in tensors.items()}, shards=shards)
+    tensors = {prefix + name: tensor for name, tensor in bert_tensors(shape, seed).items()}
+    save_weights(path, tensors | dict(extra or {}), shards=shards)
     write_sentence_files(path, hidden_size, **sentence_files)
     return path
 
@@ -228,6 +234,7 @@ def tiny_xlm_roberta(
     seed: int = 1,
     prefix: str = "",
     shards: int = 1,
+    extra: Mapping[str, Tensor] | None = None,
     config: Mapping[str, Any] | None = None,
     **sentence_files: Any,
 ) -> Path:
@@ -264,8 +271,8 @@ def tiny_xlm_roberta(
     }
     shape |= config or {}
     write_json(path / "config.json", shape)
-    tensors = bert_tensors(shape, seed)
-    save_weights(path, {prefix + name: tensor for name, tensor in tensors.items()}, shards=shards)
+    tensors = {prefix + name: tensor for name, tensor in bert_tensors(shape, seed).items()}
+    save_weights(path, tensors | dict(extra or {}), shards=shards)
     write_sentence_files(path, hidden_size, **{"pooling": "cls"} | sentence_files)
     return path
 
@@ -285,16 +292,20 @@ def tiny_qwen3(
     seed: int = 2,
     prefix: str = "",
     shards: int = 1,
+    chat: bool = False,
+    extra: Mapping[str, Tensor] | None = None,
     config: Mapping[str, Any] | None = None,
     **sentence_files: Any,
 ) -> Path:
     """A Qwen3 embedder: causal with last-token pooling (as Qwen3-Embedding), or bidirectional with mean pooling
     and the pplx-embed quantiser. head_dim differs from hidden_size / num_heads on purpose."""
     path.mkdir(parents=True, exist_ok=True)
-    tokenizer = tiny_tokenizers.byte_level(append_end=not bidirectional)
+    tokenizer = tiny_tokenizers.byte_level(append_end=not (bidirectional or chat), chat=chat)
     tiny_tokenizers.save(tokenizer, path)
-    # pplx-embed's tokenizer_config.json states 131072, four times what the model takes.
+    # pplx-embed's tokenizer_config.json states 131072, four times what the model takes; one token has three roles.
     special = {"eos": "<|endoftext|>", "pad": "<|endoftext|>"}
+    if bidirectional:
+        special["sep"] = "<|endoftext|>"
     _write_tokenizer_config(path, 131072 if bidirectional else max_positions, special)
     shape: dict[str, Any] = {
         "architectures": ["PPLXQwen3Model" if bidirectional else "Qwen3ForCausalLM"],
@@ -320,8 +331,8 @@ def tiny_qwen3(
         shape["use_bidirectional_attention"] = True
     shape |= config or {}
     write_json(path / "config.json", shape)
-    tensors = qwen3_tensors(shape, seed)
-    save_weights(path, {prefix + name: tensor for name, tensor in tensors.items()}, shards=shards)
+    tensors = {prefix + name: tensor for name, tensor in qwen3_tensors(shape, seed).items()}
+    save_weights(path, tensors | dict(extra or {}), shards=shards)
     ends = {"pooling": "mean", "normalize": False, "quantizer": True} if bidirectional else {"pooling": "lasttoken"}
     write_sentence_files(path, hidden_size, **ends | sentence_files)
     return path
@@ -329,7 +340,7 @@ def tiny_qwen3(
 
 def bert_tensors(shape: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
     """Under the names BertModel and XLMRobertaModel save them."""
-    draw, d, inner = _Draw(seed), shape["hidden_size"], shape["intermediate_size"]
+    draw, d, inner = Draw(seed), shape["hidden_size"], shape["intermediate_size"]
     tensors: dict[str, Tensor] = {}
 
     def linear(name: str, out: int, into: int) -> None:
@@ -356,7 +367,7 @@ def bert_tensors(shape: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
 
 def qwen3_tensors(shape: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
     """Under the names Qwen3Model saves them; Qwen3ForCausalLM puts "model." before them."""
-    draw, d, inner = _Draw(seed), shape["hidden_size"], shape["intermediate_size"]
+    draw, d, inner = Draw(seed), shape["hidden_size"], shape["intermediate_size"]
     head, heads, kv_heads = shape["head_dim"], shape["num_attention_heads"], shape["num_key_value_heads"]
     tensors = {"embed_tokens.weight": draw.table(shape["vocab_size"], d)}
     for n in range(shape["num_hidden_layers"]):

@@ -77,18 +77,26 @@ def unigram() -> Tokenizer:
     return tokenizer
 
 
-def byte_level(*, append_end: bool = False, num_merges: int = 200) -> Tokenizer:
-    """Qwen's: byte-level BPE over NFC. With `append_end` every text ends in <|endoftext|>, else nothing is added."""
+def byte_level(*, append_end: bool = False, num_merges: int = 200, chat: bool = False) -> Tokenizer:
+    """Qwen's: byte-level BPE over NFC. With `append_end` every text ends in <|endoftext|>, else nothing is added.
+
+    With `chat` it has the tokens of a chat, and "yes" and "no" are tokens of their own.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     merges = _merges(_words(tokenizer), num_merges)
+    if chat:
+        merges += [pair for pair in (("y", "e"), ("ye", "s"), ("n", "o")) if pair not in merges]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = dict.fromkeys([*alphabet, *(left + right for left, right in merges)])
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     tokenizer.model = models.BPE(vocabulary, merges)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])
+    if chat:
+        tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+        tokenizer.add_tokens(["<think>", "</think>"])
     if append_end:
         end = tokenizer.token_to_id("<|endoftext|>")
         tokenizer.post_processor = processors.TemplateProcessing(
