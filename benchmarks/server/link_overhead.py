@@ -187,7 +187,7 @@ class InstantEngine:
 
     def step(self) -> list[StepResult]:
         request = self._waiting.pop()
-        return [StepResult((Item(request.id, 0),), {"dense": InstantOutput(self._rows)}, (0, TOKENS), TOKENS)]
+        return [StepResult((Item(request.id, 0),), {"dense": InstantOutput(self._rows)}, (0, TOKENS), tokens=TOKENS)]
 
 
 def serve(kind: str, address: str, event_s: float) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 SMALLEST_LENGTH_BOUND = 64
 
 
-@dataclass(frozen=True, slots=True)
-class GraphKey:
+class GraphKey(NamedTuple):
     """Shape and work of one batch, dummies included.
 
     Attributes:
@@ -49,11 +48,17 @@ class Buckets:
         # Dummies come on top of the real sequences: two steps more than the most real ones leave room for them.
         self._sequences = _sequence_steps(2 * max_sequences)
 
-    def key(self, lengths: Sequence[int], outputs: tuple[str, ...], *, token_types: bool = False) -> GraphKey:
-        """The key of a batch of sequences of these lengths."""
+    def key(
+        self, lengths: Sequence[int], outputs: tuple[str, ...], *, token_types: bool = False, spans: bool = False
+    ) -> GraphKey:
+        """The key of a batch of sequences of these lengths.
+
+        Args:
+            spans: rows of its outputs are spans, of which any number may come: it keeps its own shape.
+        """
         tokens, sequences = sum(lengths), len(lengths)
         bound = self._bounds[bisect_left(self._bounds, max(lengths))]
-        fit = self._smallest_fit(tokens, sequences, bound)
+        fit = None if spans else self._smallest_fit(tokens, sequences, bound)
         if fit is None:
             return GraphKey(tokens, sequences, bound, outputs, token_types)
         return GraphKey(*fit, bound, outputs, token_types, padded=True)

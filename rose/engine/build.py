@@ -29,6 +29,7 @@ def build_engine(
     *,
     backend: str = "auto",
     num_threads: int | None = None,
+    type_vocab_size: int | None = None,
 ) -> Engine:
     """An engine with what this device offers.
 
@@ -36,6 +37,7 @@ def build_engine(
         dtype: dtype of the model's weights.
         backend: name of the attention backend; "auto" chooses by load among those that serve this model here.
         num_threads: threads of torch's operators on the CPU, or None for torch's own choice.
+        type_vocab_size: token types the model has (see ArchitectureConfig); None accepts any.
 
     On CUDA, `config.graph_bytes` of device memory hold captured graphs; 0 captures none.
 
@@ -45,9 +47,17 @@ def build_engine(
     device = torch.device(device)
     attention = load_backend(backend, model.attention_spec(device, dtype))
     if device.type == "cpu":
-        return Engine(model, config, CpuExecutor(num_threads=num_threads), attention)
+        return Engine(model, config, CpuExecutor(num_threads=num_threads), attention, type_vocab_size=type_vocab_size)
     if device.type != "cuda":
         raise StartupError(f"no executor for device {device}; there is one for cpu and one for cuda")
     executor = CudaExecutor(device)
     graphs = LazyGraphs(executor.device, capturer=CudaCapturer(executor.device), max_bytes=config.graph_bytes)
-    return Engine(model, config, executor, attention, graphs=graphs, inflection_tokens=INFLECTION_TOKENS)
+    return Engine(
+        model,
+        config,
+        executor,
+        attention,
+        graphs=graphs,
+        inflection_tokens=INFLECTION_TOKENS,
+        type_vocab_size=type_vocab_size,
+    )

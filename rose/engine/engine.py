@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
@@ -60,6 +59,7 @@ class Engine:
         *,
         graphs: LazyGraphs | None = None,
         inflection_tokens: int = 0,
+        type_vocab_size: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -68,6 +68,7 @@ class Engine:
             backend: plans the attention of every batch.
             graphs: where graphs are captured; None captures none.
             inflection_tokens: tokens above which a batch takes the device longer than its launches take the CPU.
+            type_vocab_size: token types the model has; None where nobody knows, and then any is accepted.
             clock: what deadlines and estimates are measured by.
 
         Raises:
@@ -87,7 +88,7 @@ class Engine:
             max_tokens=config.max_tokens,
             max_sequences=config.max_sequences,
         )
-        self._scheduler = Scheduler(config, model.vocab_size)
+        self._scheduler = Scheduler(config, model.vocab_size, type_vocab_size)
         self._staging = Staging(pin=executor.device.type == "cuda", slots=config.max_in_flight)
         self._pipeline = Pipeline(config.max_in_flight, clock)
         self._slot = 0
@@ -130,6 +131,11 @@ class Engine:
     @property
     def executor(self) -> Executor:
         return self._executor
+
+    @property
+    def backend_names(self) -> tuple[str, ...]:
+        """The attention backends in use; several where each batch goes to the best for its shape."""
+        return tuple(getattr(self._backend, "backends", ())) or (self._backend.name,)
 
     @property
     def queued_tokens(self) -> int:
@@ -215,18 +221,19 @@ class Engine:
         return self._pipeline.launch_at(full=self._scheduler.full, single_waits=self._scheduler.single_waits)
 
     def _launched(self, work: Work) -> StepResult:
-        token_types = any(run.token_types is not None for run in work.runs)
-        key = self._buckets.key(work.lengths, work.outputs, token_types=token_types)
+        key = self._buckets.key(work.lengths, work.outputs, token_types=work.token_types, spans=bool(work.span_splits))
         ticket = self._launch(work, key)
-        self.metrics.batches += 1
-        self.metrics.sequences += work.sequences
-        self.metrics.tokens += work.tokens
-        self.metrics.padding_tokens += key.tokens - work.tokens
+        metrics, tokens = self.metrics, work.tokens
+        metrics.batches += 1
+        metrics.sequences += work.sequences
+        metrics.tokens += tokens
+        metrics.padding_tokens += key.tokens - tokens
         return StepResult(
             items=work.items,
             outputs={name: LazyTensor(ticket, name) for name in work.outputs},
-            splits=tuple(accumulate(work.lengths, initial=0)),
-            tokens=work.tokens,
+            splits=work.splits,
+            span_splits=work.span_splits,
+            tokens=tokens,
         )
 
     def _launch(self, work: Work, key: GraphKey) -> Ticket[HostOutputs]:

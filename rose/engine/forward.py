@@ -46,7 +46,7 @@ def to_host(outputs: Mapping[str, Tensor], specs: Mapping[str, OutputSpec], stag
     On CUDA the arrays are page-locked and filled once the stream has come this far.
 
     Args:
-        outputs: [B, dimension] or [T, dimension] each, dummies last.
+        outputs: [B, dimension], [S, dimension] where the batch has spans, or [T, dimension] each, dummies last.
 
     Raises:
         InternalError: the model gave an output of another shape or dtype than it declares.
@@ -54,12 +54,14 @@ def to_host(outputs: Mapping[str, Tensor], specs: Mapping[str, OutputSpec], stag
     hosts: dict[str, HostArray] = {}
     for name in staged.key.outputs:
         value, spec = outputs[name], specs[name]
-        expected = (staged.key.tokens if spec.per_token else staged.key.sequences, spec.dimension)
-        if tuple(value.shape) != expected or value.dtype is not getattr(torch, spec.dtype):
+        expected = (staged.layout.tokens if spec.per_token else staged.pooled_rows, spec.dimension)
+        if value.shape != expected or value.dtype is not getattr(torch, spec.dtype):
             raise InternalError(
                 f"output {name!r} came as {value.dtype} {tuple(value.shape)}; declared is {spec.dtype} {expected}"
             )
-        rows = value[: staged.tokens if spec.per_token else staged.rows]
+        real = staged.tokens if spec.per_token else staged.rows
+        rows = value if real == expected[0] else value[:real]
+        # Page-locked memory comes from torch's cache, which hands it out again once copies and views are gone.
         host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
         host.copy_(rows, non_blocking=True)
         hosts[name] = host.numpy()

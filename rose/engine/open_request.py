@@ -27,6 +27,7 @@ class Run:
         lengths: tokens of each sequence.
         ids: [sum(lengths)] int32.
         token_types: the same shape, or None for all zero.
+        spans: [n, 2] int32 of each sequence, counted from its own first token, or None.
     """
 
     request_id: int
@@ -34,33 +35,57 @@ class Run:
     lengths: list[int]
     ids: IntArray
     token_types: IntArray | None = None
+    spans: list[IntArray] | None = None
 
 
 @dataclass(slots=True)
 class Work:
-    """What one batch consists of: runs in batch order, and the outputs they ask for.
+    """What one batch consists of: runs in batch order, and the outputs they ask for. All runs have spans, or none has.
 
     Attributes:
         lengths: tokens of each sequence of the batch.
-        tokens: their sum.
+        splits: their boundaries: 0, then the end of each sequence.
+        token_types: whether any run has them.
+        span_splits: boundaries of the spans: 0, then the end of each sequence's; empty where there are none.
     """
 
     runs: list[Run]
     outputs: tuple[str, ...]
     lengths: list[int] = field(init=False)
-    tokens: int = field(init=False)
+    splits: tuple[int, ...] = field(init=False)
+    token_types: bool = field(init=False)
+    span_splits: tuple[int, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
-        self.lengths = [length for run in self.runs for length in run.lengths]
-        self.tokens = sum(self.lengths)
+        runs = self.runs
+        self.lengths = runs[0].lengths if len(runs) == 1 else [length for run in runs for length in run.lengths]
+        self.splits = tuple(accumulate(self.lengths, initial=0))
+        self.token_types = False
+        for run in runs:
+            if run.token_types is not None:
+                self.token_types = True
+        if runs[0].spans is not None:
+            self.span_splits = tuple(accumulate(map(len, self.spans), initial=0))
 
     @property
     def sequences(self) -> int:
         return len(self.lengths)
 
     @property
+    def tokens(self) -> int:
+        return self.splits[-1]
+
+    @property
+    def spans(self) -> list[IntArray]:
+        """[n, 2] of each sequence; empty where the batch has none."""
+        return [bounds for run in self.runs for bounds in run.spans or ()]
+
+    @property
     def items(self) -> tuple[Item, ...]:
         """In batch order. Made once an answer: 256 of them take as long as the rest of a step."""
+        first = self.runs[0]
+        if len(self.lengths) == 1:
+            return (Item(first.request_id, first.first),)
         runs = (zip(repeat(run.request_id), range(run.first, run.first + len(run.lengths))) for run in self.runs)
         return tuple(starmap(Item, chain.from_iterable(runs)))
 
@@ -88,6 +113,7 @@ class OpenRequest:
     lengths: list[int]
     ids: IntArray
     token_types: IntArray | None
+    spans: list[IntArray] | None
     next: int = 0
     closed: bool = False
     ends: list[int] = field(init=False)
@@ -110,6 +136,7 @@ class OpenRequest:
             lengths=lengths,
             ids=_flat(request.sequences),
             token_types=None if types is None else _flat(types),
+            spans=request.spans,
         )
 
     @property
@@ -122,14 +149,17 @@ class OpenRequest:
 
     def take(self, stop: int) -> Run:
         """The waiting sequences before index `stop`, which then no longer wait."""
-        first, begin, end = self.next, self.ends[self.next], self.ends[stop]
-        self.next = stop
+        first, self.next = self.next, stop
+        if first == 0 and stop == len(self.lengths):
+            return Run(self.id, 0, self.lengths, self.ids, self.token_types, self.spans)
+        begin, end = self.ends[first], self.ends[stop]
         types = None if self.token_types is None else self.token_types[begin:end]
-        return Run(self.id, first, self.lengths[first:stop], self.ids[begin:end], types)
+        spans = None if self.spans is None else self.spans[first:stop]
+        return Run(self.id, first, self.lengths[first:stop], self.ids[begin:end], types, spans)
 
     def release(self) -> None:
         """Let go of the ids: a closed request may stay in a queue a while."""
-        self.ids, self.token_types = self.ids[:0], None
+        self.ids, self.token_types, self.spans = self.ids[:0], None, None
 
 
 def _flat(arrays: list[IntArray]) -> IntArray:

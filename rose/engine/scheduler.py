@@ -1,8 +1,9 @@
 """Which waiting sequences make up the next batch.
 
 First come, first served among equals, in rounds: every open request gets one part a round, so that a job of ten
-thousand sequences does not sit in front of a short query. Requests that may share a batch (same outputs) wait in one
-lane; the lane whose first request has waited longest goes next. Plain Python; knows neither devices nor models.
+thousand sequences does not sit in front of a short query. Requests that may share a batch (same outputs, all with spans
+or all without) wait in one lane; the lane whose first request has waited longest goes next. Plain Python; knows neither
+devices nor models.
 
 While a single query waits, a batch holds at most `online_tokens` and a larger request gets a quarter of that a round;
 otherwise a batch holds `bulk_tokens` and a part may fill all of it, so that equal jobs end one after another, not
@@ -14,6 +15,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections import deque
+from typing import NamedTuple
 
 from rose.config import EngineConfig
 from rose.engine.open_request import OpenRequest, Run, Work
@@ -30,12 +32,19 @@ PARTS = 4
 BULK_PATIENCE = 16
 
 
+class LaneKey(NamedTuple):
+    """What requests must have in common to share a batch. `alone`: they do not, each sequence is one."""
+
+    outputs: tuple[str, ...]
+    spans: bool
+    alone: bool
+
+
 class Lane:
     """Requests that may share a batch, in the order of their turns."""
 
-    def __init__(self, outputs: tuple[str, ...], *, alone: bool) -> None:
-        self.outputs = outputs
-        self.alone = alone
+    def __init__(self, key: LaneKey) -> None:
+        self.key = key
         self.ring: deque[OpenRequest] = deque()
         self._closed = 0
 
@@ -102,11 +111,16 @@ class Scheduler:
         queued_tokens, queued_sequences: what waits, that is, was added and neither batched nor dropped.
     """
 
-    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
+    def __init__(self, config: EngineConfig, vocab_size: int, type_vocab_size: int | None = None) -> None:
+        """
+        Args:
+            type_vocab_size: token types the model has, or None where nobody knows.
+        """
         self._config = config
         self._vocab_size = vocab_size
+        self._type_vocab_size = type_vocab_size
         self._open: dict[int, OpenRequest] = {}
-        self._lanes: dict[Priority, dict[tuple[tuple[str, ...], bool], Lane]] = {p: {} for p in Priority}
+        self._lanes: dict[Priority, dict[LaneKey, Lane]] = {p: {} for p in Priority}
         self._deadlines: list[tuple[float, int, int]] = []
         self._serial = 0
         self._singles = 0
@@ -140,9 +154,9 @@ class Scheduler:
 
         Raises:
             InvalidInput: no sequence, an empty one, one longer than max_tokens, an id outside the vocabulary, token
-                types that do not fit, or a request id that is open already. Nothing is queued then.
+                types or spans that do not fit, or a request id that is open already. Nothing is queued then.
         """
-        lengths = check_request(request, self._config.max_tokens, self._open)
+        lengths = check_request(request, self._config.max_tokens, self._open, self._type_vocab_size)
         single = request.priority is Priority.ONLINE and (
             len(lengths) == 1 or sum(lengths) <= self._config.online_tokens
         )
@@ -197,12 +211,12 @@ class Scheduler:
             return None
         oldest_bulk = None if bulk is None else bulk.first()
         waits_at = -1 if oldest_bulk is None else oldest_bulk.next
-        draft = Draft(self.budget, 1 if leader.alone else self._config.max_sequences)
-        if overdue or leader.alone:
+        draft = Draft(self.budget, 1 if leader.key.alone else self._config.max_sequences)
+        if overdue or leader.key.alone:
             self._fill(draft, leader, turns=1)
-        if not leader.alone:
-            for priority in Priority:
-                companions = self._lanes[priority].get((leader.outputs, False))
+        if not leader.key.alone:
+            for lanes in self._lanes.values():
+                companions = lanes.get(leader.key)
                 if companions is not None:
                     self._fill(draft, companions)
         self.queued_tokens -= draft.tokens
@@ -210,7 +224,7 @@ class Scheduler:
         # The oldest one counts: others may fit into what ONLINE leaves batch after batch.
         passed_over = oldest_bulk is not None and oldest_bulk.next == waits_at
         self._bulk_passed_over = self._bulk_passed_over + 1 if passed_over else 0
-        return Work(draft.runs, leader.outputs)
+        return Work(draft.runs, leader.key.outputs)
 
     def _fill(self, draft: Draft, lane: Lane, turns: int | None = None) -> None:
         cut_short: list[OpenRequest] = []
@@ -235,17 +249,19 @@ class Scheduler:
         return lanes[min(turns, key=turns.__getitem__)] if turns else None
 
     def _lane_of(self, request: OpenRequest) -> Lane:
-        key = (request.outputs, request.alone)
+        key = LaneKey(request.outputs, request.spans is not None, request.alone)
         lanes = self._lanes[request.priority]
-        if key not in lanes:
-            lanes[key] = Lane(request.outputs, alone=request.alone)
-        return lanes[key]
+        lane = lanes.get(key)
+        if lane is None:
+            lane = lanes[key] = Lane(key)
+        return lane
 
     def _drop(self, request: OpenRequest) -> None:
         self.queued_tokens -= request.tokens_left
         self.queued_sequences -= request.sequences_left
+        lane = self._lane_of(request)
         self._close(request)
-        self._lane_of(request).forget_one()
+        lane.forget_one()
 
     def _close(self, request: OpenRequest) -> None:
         request.closed = True

@@ -1,7 +1,7 @@
 """From id arrays to a packed batch: one host buffer, one copy to the device.
 
-ids | positions | token types | cu_seqlens lie in one int32 buffer, page-locked on CUDA. Two such buffers are used in
-turn; each is fenced by the ticket of the batch that read it last, because a copy in flight still reads it.
+ids | positions | token types | cu_seqlens | spans lie in one int32 buffer, page-locked on CUDA. Two such buffers are
+used in turn; each is fenced by the ticket of the batch that read it last, because a copy in flight still reads it.
 Padding becomes dummy sequences of valid ids behind the real ones. Knows arrays and devices; knows neither policy nor
 models.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -27,32 +28,43 @@ from rose.engine.open_request import Work
 ALIGN = 32
 
 
-# Not frozen, though never changed: these are made in every step, and freezing doubles what making one costs.
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each row of the packed buffer starts, in int32 elements."""
+    """Where each part of the packed buffer starts and how long it is, in int32 elements.
+
+    Attributes:
+        row: start of the positions, and distance of the rows.
+        boundaries: start of cu_seqlens.
+        span_bounds: start of the spans' bounds.
+        spans: how many there are room for.
+        size: of the whole.
+    """
 
     tokens: int
     sequences: int
     token_types: bool
-
-    @staticmethod
-    def of(key: GraphKey) -> Layout:
-        return Layout(key.tokens, key.sequences, key.token_types)
-
-    @property
-    def row(self) -> int:
-        return -(-self.tokens // ALIGN) * ALIGN
-
-    @property
-    def boundaries(self) -> int:
-        return self.row * (3 if self.token_types else 2)
-
-    @property
-    def size(self) -> int:
-        return self.boundaries + self.sequences + 1
+    row: int
+    boundaries: int
+    span_bounds: int
+    spans: int
+    size: int
 
 
+@lru_cache(maxsize=4096)
+def layout_of(tokens: int, sequences: int, token_types: bool, spans: int = 0) -> Layout:
+    """The layout of a batch of this shape; remembered, since the same few come again and again."""
+    row = _aligned(tokens)
+    boundaries = row * (3 if token_types else 2)
+    end = boundaries + sequences + 1
+    span_bounds = _aligned(end) if spans else end
+    return Layout(tokens, sequences, token_types, row, boundaries, span_bounds, spans, span_bounds + 2 * spans)
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // ALIGN) * ALIGN
+
+
+# Not frozen, though never changed: one is made in every step, and freezing doubles what making one costs.
 @dataclass(slots=True)
 class Staged:
     """One batch on the host, ready to be copied.
@@ -61,7 +73,8 @@ class Staged:
         packed: [layout.size] int32 on the host; may be read until the slot's fence.
         lengths: tokens of each sequence, dummies included and last.
         max_length: the key's bound for a padded batch, else its own longest sequence.
-        rows, tokens: the real sequences and tokens, which come first.
+        rows: real rows of pooled outputs: sequences, or spans where the batch has any; they come first.
+        tokens: the real tokens, which come first.
     """
 
     key: GraphKey
@@ -73,18 +86,34 @@ class Staged:
     rows: int
     tokens: int
 
+    @property
+    def pooled_rows(self) -> int:
+        """Rows of pooled outputs as the model gives them."""
+        return self.layout.spans or self.layout.sequences
+
     def batch(self, packed: Tensor, graph_key: GraphKey | None = None) -> Batch:
         """The batch whose tensors are views of `packed`, [layout.size] int32 on any device."""
-        layout, row = self.layout, self.layout.row
+        layout = self.layout
+        row, tokens = layout.row, layout.tokens
         return Batch(
-            ids=packed[: layout.tokens],
-            positions=packed[row : row + layout.tokens],
-            cu_seqlens=packed[layout.boundaries : layout.size],
+            ids=packed[:tokens],
+            positions=packed[row : row + tokens],
+            cu_seqlens=packed[layout.boundaries : layout.boundaries + layout.sequences + 1],
             lengths=self.lengths,
             max_length=self.max_length,
-            type_ids=packed[2 * row : 2 * row + layout.tokens] if layout.token_types else None,
+            type_ids=packed[2 * row : 2 * row + tokens] if layout.token_types else None,
+            spans=packed[layout.span_bounds :].view(-1, 2) if layout.spans else None,
             key=graph_key,
         )
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One host buffer, as torch and as numpy see it, and the ticket of the batch that read it last."""
+
+    tensor: Tensor
+    array: npt.NDArray[np.int32]
+    fence: Ticket[Mapping[str, npt.NDArray[Any]]] | None = None
 
 
 class Staging:
@@ -99,54 +128,82 @@ class Staging:
         """
         self._pin = pin
         self._pad_id = pad_id
-        self._buffers = [self._buffer(1 << 12) for _ in range(slots)]
-        self._fences: list[Ticket[Mapping[str, npt.NDArray[Any]]] | None] = [None] * slots
+        self._slots = [self._slot(1 << 12) for _ in range(slots)]
         self._ramp = np.arange(1 << 10, dtype=np.int32)
 
     def write(self, slot: int, work: Work, key: GraphKey) -> Staged:
         """Pack `work`, padded up to `key`, into the buffer of `slot`."""
-        fence = self._fences[slot]
+        fence = self._slots[slot].fence
         if fence is not None:
             # Always over by now if batches end in order and no more than `slots` are in flight; never skipped.
             fence.wait()
-        layout = Layout.of(key)
-        lengths = [*work.lengths, *dummy_lengths(key, work.tokens, work.sequences)]
-        packed = self._room(slot, layout.size)
-        self._fill(packed.numpy(), layout, work, lengths)
+        spans = work.span_splits
+        # A batch without a single span still pools one row, which nobody gets: kernels fail on empty outputs.
+        layout = layout_of(key.tokens, key.sequences, key.token_types, max(spans[-1], 1) if spans else 0)
+        room = self._room(slot, layout.size)
+        lengths = self._fill(room.array, layout, work, key)
         longest = key.max_length if key.padded else max(lengths)
-        return Staged(key, slot, layout, packed, tuple(lengths), longest, work.sequences, work.tokens)
+        rows = spans[-1] if spans else work.sequences
+        return Staged(key, slot, layout, room.tensor[: layout.size], lengths, longest, rows, work.tokens)
 
     def fence(self, slot: int, ticket: Ticket[Mapping[str, npt.NDArray[Any]]]) -> None:
         """`slot` may be written again once `ticket` is ready."""
-        self._fences[slot] = ticket
+        self._slots[slot].fence = ticket
 
-    def _fill(self, packed: npt.NDArray[np.int32], layout: Layout, work: Work, lengths: list[int]) -> None:
-        tokens, row = layout.tokens, layout.row
-        ids, positions, boundaries = packed[:tokens], packed[row : row + tokens], packed[layout.boundaries :]
-        boundaries[:] = list(accumulate(lengths, initial=0))
+    def _fill(self, packed: npt.NDArray[np.int32], layout: Layout, work: Work, key: GraphKey) -> tuple[int, ...]:
+        """Write everything; returns the lengths, dummies included."""
+        tokens, row, real = layout.tokens, layout.row, work.tokens
+        lengths, ends = work.lengths, work.splits
+        if layout.sequences > len(lengths):
+            dummies = dummy_lengths(key, real, len(lengths))
+            lengths, ends = lengths + dummies, ends + tuple(accumulate(dummies, initial=real))[1:]
+        positions, boundaries = packed[row : row + tokens], packed[layout.boundaries :][: len(ends)]
+        boundaries[:] = ends
         positions[:] = self._ramp_of(tokens)
         if len(lengths) > 1:
             positions -= np.repeat(boundaries[:-1], lengths)
-        np.concatenate([run.ids for run in work.runs], out=ids[: work.tokens])
-        ids[work.tokens :] = self._pad_id
+        _put([run.ids for run in work.runs], packed[:real])
+        packed[real:tokens] = self._pad_id
         if layout.token_types:
-            types = packed[2 * row : 2 * row + tokens]
-            types[:] = 0
-            at = 0
-            for run in work.runs:
-                if run.token_types is not None:
-                    types[at : at + len(run.ids)] = run.token_types
-                at += len(run.ids)
+            self._fill_types(packed[2 * row : 2 * row + tokens], work)
+        if layout.spans:
+            self._fill_spans(packed[layout.span_bounds : layout.size].reshape(-1, 2), work)
+        return tuple(lengths)
 
-    def _room(self, slot: int, size: int) -> Tensor:
-        if len(self._buffers[slot]) < size:
-            self._buffers[slot] = self._buffer(1 << (size - 1).bit_length())
-        return self._buffers[slot][:size]
+    def _fill_types(self, types: npt.NDArray[np.int32], work: Work) -> None:
+        types[:] = 0
+        at = 0
+        for run in work.runs:
+            if run.token_types is not None:
+                types[at : at + len(run.ids)] = run.token_types
+            at += len(run.ids)
 
-    def _buffer(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.int32, pin_memory=self._pin)
+    def _fill_spans(self, bounds: npt.NDArray[np.int32], work: Work) -> None:
+        """Counted from the start of the batch, where the requests count from that of the sequence."""
+        if not work.span_splits[-1]:
+            bounds[:] = (0, 1)
+            return
+        np.concatenate(work.spans, out=bounds)
+        bounds += np.repeat(np.array(work.splits[:-1], np.int32), np.diff(work.span_splits))[:, None]
+
+    def _room(self, slot: int, size: int) -> _Slot:
+        if len(self._slots[slot].array) < size:
+            self._slots[slot] = self._slot(1 << (size - 1).bit_length())
+        return self._slots[slot]
+
+    def _slot(self, size: int) -> _Slot:
+        tensor = torch.zeros(size, dtype=torch.int32, pin_memory=self._pin)
+        return _Slot(tensor, tensor.numpy())
 
     def _ramp_of(self, tokens: int) -> npt.NDArray[np.int32]:
         if len(self._ramp) < tokens:
             self._ramp = np.arange(1 << (tokens - 1).bit_length(), dtype=np.int32)
         return self._ramp[:tokens]
+
+
+def _put(arrays: list[npt.NDArray[np.int32]], out: npt.NDArray[np.int32]) -> None:
+    """One after another."""
+    if len(arrays) == 1:
+        out[:] = arrays[0]
+    else:
+        np.concatenate(arrays, out=out)

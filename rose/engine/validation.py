@@ -15,6 +15,7 @@ from rose.engine.open_request import OpenRequest
 from rose.engine.request import Request
 from rose.errors import InvalidInput, StartupError, Unsupported
 from rose.models.base import OutputSpec
+from rose.proto.annotations import check_spans, check_token_types
 
 
 def check_engine_config(config: EngineConfig) -> None:
@@ -29,8 +30,13 @@ def check_engine_config(config: EngineConfig) -> None:
         raise StartupError(f"max_in_flight is at most 2, not {config.max_in_flight}: there are two staging buffers")
 
 
-def check_request(request: Request, max_tokens: int, open_ids: Container[int]) -> list[int]:
+def check_request(
+    request: Request, max_tokens: int, open_ids: Container[int], type_vocab_size: int | None = None
+) -> list[int]:
     """Tokens of each sequence.
+
+    Args:
+        type_vocab_size: token types the model has, or None where nobody knows.
 
     Raises:
         InvalidInput: naming the item and the limit.
@@ -39,6 +45,7 @@ def check_request(request: Request, max_tokens: int, open_ids: Container[int]) -
         raise InvalidInput(f"request id {request.id} is open already", param="id")
     if not request.sequences:
         raise InvalidInput("the request holds no sequence", param="input")
+    lengths = []
     for index, ids in enumerate(request.sequences):
         if ids.dtype != np.int32 or ids.ndim != 1:
             raise InvalidInput(
@@ -46,16 +53,15 @@ def check_request(request: Request, max_tokens: int, open_ids: Container[int]) -
                 param="input",
                 index=index,
             )
-    lengths = [len(ids) for ids in request.sequences]
-    if min(lengths) == 0:
-        raise InvalidInput("a sequence has no tokens", param="input", index=lengths.index(0))
-    if max(lengths) > max_tokens:
-        index = next(i for i, length in enumerate(lengths) if length > max_tokens)
-        raise InvalidInput(
-            f"a sequence has {lengths[index]} tokens; this model takes at most {max_tokens}", param="input", index=index
-        )
-    if request.token_types is not None and [len(types) for types in request.token_types] != lengths:
-        raise InvalidInput("token types must have the lengths of the sequences beside them", param="token_types")
+        length = len(ids)
+        if not 0 < length <= max_tokens:
+            limit = f"{length} tokens; this model takes at most {max_tokens}" if length else "no tokens"
+            raise InvalidInput(f"a sequence has {limit}", param="input", index=index)
+        lengths.append(length)
+    if request.token_types is not None:
+        check_token_types(request.token_types, lengths, type_vocab_size)
+    if request.spans is not None:
+        check_spans(request.spans, lengths)
     return lengths
 
 

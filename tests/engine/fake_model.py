@@ -44,7 +44,11 @@ class NoAttention:
 
 
 class FakeModel:
-    """`pooled` and `flags` have a row a sequence, `tokens` a row a token. An id of 666 makes the forward raise."""
+    """`pooled` and `flags` have a row a sequence or span, `tokens` a row a token. An id of 666 makes the forward raise.
+
+    Attributes:
+        span_batches: spans of each batch that had any.
+    """
 
     outputs: Mapping[str, OutputSpec] = {
         "pooled": OutputSpec(dtype="float32", dimension=DIMENSION),
@@ -58,6 +62,7 @@ class FakeModel:
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int]] = []
+        self.span_batches: list[list[list[int]]] = []
 
     def attention_spec(self, device: torch.device, dtype: torch.dtype) -> AttentionSpec:
         return AttentionSpec(
@@ -71,6 +76,9 @@ class FakeModel:
         types = torch.zeros_like(batch.ids) if batch.type_ids is None else batch.type_ids
         rows = torch.stack([batch.ids, batch.positions, types], dim=1).float()
         starts, ends = batch.cu_seqlens[:-1].long(), batch.cu_seqlens[1:].long()
+        if batch.spans is not None:
+            self.span_batches.append(batch.spans.tolist())
+            starts, ends = batch.spans.long().T
         sums = torch.cat([torch.zeros(1, 3), rows.cumsum(0, dtype=torch.float64)])
         pooled = torch.cat([(sums[ends] - sums[starts]).float(), (ends - starts)[:, None].float()], dim=1)
         found = {"pooled": pooled, "flags": (ends - starts)[:, None].to(torch.int8), "tokens": rows}

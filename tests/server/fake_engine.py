@@ -193,7 +193,7 @@ class FakeEngine:
             self._end(ticket)
         lengths = [len(ids) for ids in sequences]
         splits = (0, *np.cumsum(lengths).tolist())
-        return [StepResult(items, {name: ticket.output(name) for name in names}, splits, sum(lengths))]
+        return [StepResult(items, {name: ticket.output(name) for name in names}, splits, tokens=sum(lengths))]
 
     def finish(self, count: int = 1) -> None:
         """Let the oldest batches in flight finish; from any thread."""
