@@ -9,3 +9,5 @@ export OMP_NUM_THREADS=1
 .venv/bin/ruff format --check .
 .venv/bin/mypy
 .venv/bin/python -m pytest "$@"
+# Triton decides when it is imported whether kernels are compiled or interpreted: their numbers are a process of their own.
+if [ $# -eq 0 ]; then TRITON_INTERPRET=1 .venv/bin/python -m pytest tests/kernels; fi
