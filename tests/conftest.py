@@ -14,8 +14,31 @@ from rose.hub import resolve
 @pytest.fixture(scope="session")
 def minilm_folder() -> Path:
     """The checkpoint folder of the default model; skips, with the reason, where it cannot be had."""
+    return pulled("minilm")
+
+
+@pytest.fixture(scope="session")
+def e5_small_folder() -> Path:
+    """multilingual-e5-small as a BERT folder; skips likewise."""
+    return pulled("e5-small")
+
+
+@pytest.fixture(scope="session")
+def e5_small_xlmr_folder() -> Path:
+    """The same weights in the layout of XLM-RoBERTa; skips likewise."""
+    return pulled("e5-small-xlmr")
+
+
+@pytest.fixture(scope="session")
+def xlm_roberta_folder() -> Path:
+    """XLM-RoBERTa's tokenizer, without a model; skips likewise."""
+    return pulled("xlm-roberta")
+
+
+def pulled(name: str) -> Path:
+    """The folder of a short name, pulled if it has to be; skips the test, with the reason, where it cannot be had."""
     try:
-        return resolve("minilm")
+        return resolve(name)
     except PullError as error:
         pytest.skip(error.message)
 

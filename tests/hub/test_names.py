@@ -67,7 +67,9 @@ def test_a_file_is_refused(tmp_path):
 
 
 def test_an_unknown_name_lists_what_there_is():
-    with pytest.raises(PullError, match=r"no model 'minilmm'.*short name \(minilm\).*Did you mean 'minilm'\?"):
+    with pytest.raises(
+        PullError, match=r"no model 'minilmm'.*short name \(minilm, e5-small, .*\).*Did you mean 'minilm'\?"
+    ):
         resolve("minilmm")
 
 
