@@ -126,6 +126,11 @@ def read_model_folder(
         task=task,
         template=template,
     )
+    if reranker is not None and modules.pooling is not None and task is None:
+        raise CheckpointError(
+            f"{root} is both: {architecture.architecture} scores, and {modules.pooling.source} makes a vector; "
+            "settle it with --task rerank or embed"
+        )
     contextual = architecture.architecture == _CONTEXTUAL
     if contextual:
         modules = _with_the_classes_own(modules)

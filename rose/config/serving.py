@@ -61,7 +61,9 @@ class GatewayConfig:
         replicas: light-link addresses of the engine processes.
         host, http_port, grpc_port: where to listen; port 0 picks a free one, None leaves that carrier out.
         max_body_bytes: largest HTTP body or gRPC message, in bytes.
-        max_items: most inputs of one request.
+        max_items: most inputs of one request, or documents or pairs.
+        max_request_tokens: most tokens of one request, over all its inputs.
+        max_documents, max_chunks, max_context_tokens: the same of a request for contextual vectors.
         inline_chars: texts up to this many characters in all are tokenised on the event loop; a hop to the pool
             costs more than a short encode.
         tokenizer_threads: threads of the pool for longer ones.
@@ -75,6 +77,10 @@ class GatewayConfig:
     grpc_port: int | None = None
     max_body_bytes: int = 32 << 20
     max_items: int = 2048
+    max_request_tokens: int = 1 << 20
+    max_documents: int = 512
+    max_chunks: int = 16_000
+    max_context_tokens: int = 120_000
     inline_chars: int = 4096
     tokenizer_threads: int = 2
     default_timeout_s: float = 300.0

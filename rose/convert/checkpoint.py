@@ -35,6 +35,8 @@ class _File(Protocol):
 
     def read(self, name: str) -> Tensor: ...
 
+    def read_row(self, name: str, index: int) -> Tensor: ...
+
     def close(self) -> None: ...
 
 
@@ -56,6 +58,10 @@ class _Safetensors:
         tensor: Tensor = self._handle.get_tensor(name)
         return tensor
 
+    def read_row(self, name: str, index: int) -> Tensor:
+        rows: Tensor = self._handle.get_slice(name)[index : index + 1]
+        return rows[0]
+
     def close(self) -> None:
         self._handle.__exit__(None, None, None)
 
@@ -75,6 +81,9 @@ class _TorchFile:
 
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
+
+    def read_row(self, name: str, index: int) -> Tensor:
+        return self._tensors[name][index]
 
     def close(self) -> None:
         self._tensors = {}
@@ -102,12 +111,15 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         """
+        Args:
+            folder: or one file of weights.
+
         Raises:
             CheckpointError: no weights, a missing or damaged file, or an index that its files contradict.
         """
         self.entries: dict[str, Entry] = {}
         self._files: dict[Path, _File] = {}
-        paths, index = _weight_files(folder)
+        paths, index = ([folder], None) if folder.is_file() else _weight_files(folder)
         for path in paths:
             file = _Safetensors(path) if path.suffix == ".safetensors" else _TorchFile(path)
             self._files[path] = file
@@ -121,6 +133,10 @@ class Checkpoint:
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU; it may be a view of the mapped file, so copy before closing."""
         return self._files[self.entries[name].file].read(name)
+
+    def read_row(self, name: str, index: int) -> Tensor:
+        """One row of a matrix, without reading the rest."""
+        return self._files[self.entries[name].file].read_row(name, index)
 
     def close(self) -> None:
         for file in self._files.values():

@@ -47,4 +47,17 @@ QWEN3 = Family(
     tied=("lm_head.weight", "embed_tokens.weight"),
 )
 
+# Heads that score a sequence, by the registry's name -> where the checkpoint has them, with or without the prefix.
+HEADS: dict[str, tuple[Rename, ...]] = {
+    "bert": (
+        Rename("pooler.dense.{kind}", "pooler.dense.{kind}"),
+        Rename("classifier.{kind}", "classifier.{kind}"),
+    ),
+    "roberta": (
+        Rename("classifier.dense.{kind}", "dense.{kind}"),
+        Rename("classifier.out_proj.{kind}", "out_proj.{kind}"),
+    ),
+    "last": (Rename("score.{kind}", "{kind}"),),
+}
+
 FAMILIES: dict[str, Family] = {"bert": BERT, "qwen3": QWEN3}

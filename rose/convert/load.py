@@ -6,63 +6,110 @@ read: straight onto the device, one target at a time. Knows nothing of serving.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from rose.config import ModelFolder
 from rose.convert.checkpoint import Checkpoint
-from rose.convert.families import FAMILIES
-from rose.convert.rules import Family
-from rose.convert.stream import WeightPlan, plan_weights
+from rose.convert.families import FAMILIES, HEADS
+from rose.convert.heads import LINEAR, colbert_width, yes_no_row
+from rose.convert.rules import Family, Rename, fill
+from rose.convert.stream import HEAD_PREFIX, WeightPlan, plan_weights
 from rose.errors import CheckpointError
 from rose.layers.linear import pack_linears
 from rose.layers.rotary import Rotary
+from rose.layers.token_head import LexicalHead
 from rose.models.base import ServedModel
 from rose.models.embedder import Embedder, build_embedder
-from rose.models.registry import find_entry
+from rose.models.registry import check_dtype, find_entry
+from rose.models.reranker import Reranker, build_reranker
 
 # The files of a Dense module hold what the module calls its own: no prefix, no rules.
 _DENSE = Family(anchor="linear.weight", prefixes=("",))
+_KINDS = ("weight", "bias")
 _NAMED = 5  # names of an error before it says "and N more"
 
 
 def load_model(
     folder: ModelFolder, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> ServedModel:
-    """The folder's embedder, ready to run: weights on `device`, in eval mode, without gradients.
+    """The folder's embedder or reranker, ready to run: weights on `device`, in eval mode, without gradients.
 
     Args:
         dtype: of the backbone. None means fp32 on the CPU, where halves are slow or inexact, and bf16 elsewhere. The
-            head computes in fp32 whatever is asked.
+            heads compute in fp32 whatever is asked.
 
     Raises:
-        CheckpointError: a tensor that is missing, unknown, defined twice, of a wrong shape or kind; with its file.
+        CheckpointError: a tensor that is missing, unknown, defined twice, of a wrong shape or kind, with its file; a
+            head that is not there; or a dtype in which the architecture overflows.
     """
     device = torch.device(device)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    with torch.device("meta"):
-        model = build_embedder(folder)
-    family = FAMILIES[find_entry(folder.architecture).rules]
-    _fill(model.backbone, folder.backbone_path, family, device, dtype, tied=folder.architecture.tie_word_embeddings)
-    for module, config in zip(model.head.dense, folder.dense, strict=True):
-        _fill(module, folder.path / config.folder, _DENSE, device, torch.float32, tied=False)
+    check_dtype(folder.architecture, str(dtype).removeprefix("torch."))
+    read = _load_embedder if folder.reranker is None else _load_reranker
+    model = read(folder, device, dtype)
     _build_tables(model, device)
     pack_linears(model)
     return model.eval()
 
 
+def _load_embedder(folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> Embedder:
+    width = colbert_width(folder)
+    with torch.device("meta"):
+        model = build_embedder(folder, width)
+    family = FAMILIES[find_entry(folder.architecture).rules]
+    _fill(model.backbone, folder.backbone_path, family, device, dtype, tied=folder.architecture.tie_word_embeddings)
+    for module, config in zip(model.head.dense, folder.dense, strict=True):
+        _fill(module, folder.path / config.folder, _DENSE, device, torch.float32)
+    for head in folder.token_heads:
+        owner = {"sparse": model.lexical, "colbert": model.colbert}[head.name]
+        if owner is not None:
+            _fill(cast(nn.Module, owner.linear), folder.path / head.file, LINEAR, device, torch.float32)
+    return model
+
+
+def _load_reranker(folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> Reranker:
+    with torch.device("meta"):
+        model = build_reranker(folder)
+    entry, config = find_entry(folder.architecture), folder.reranker
+    assert config is not None
+    path, tied = folder.backbone_path, folder.architecture.tie_word_embeddings
+    with Checkpoint(path) as checkpoint:
+        rules = () if config.head == "yes_no" else HEADS[entry.classifier]
+        plan = plan_weights(checkpoint, FAMILIES[entry.rules], tied=tied, head=rules)
+        expected = _shapes(model.backbone)
+        if config.head == "yes_no":
+            row = yes_no_row(checkpoint, plan.prefix, config, tied=tied, path=path)
+            _place(model.head, "weight", row, device, torch.float32)
+        else:
+            expected |= {HEAD_PREFIX + name: shape for name, shape in _shapes(model.head).items()}
+        _check_head(plan, expected, rules, path)
+        check_plan(plan, expected, path)
+        for name, tensor in plan.stream():
+            if name.startswith(HEAD_PREFIX):
+                _place(model.head, name.removeprefix(HEAD_PREFIX), tensor, device, torch.float32)
+            else:
+                _place(model.backbone, name, tensor, device, dtype)
+    return model
+
+
 def _fill(
-    module: nn.Module, path: Path, family: Family, device: torch.device, dtype: torch.dtype, *, tied: bool
+    module: nn.Module, path: Path, family: Family, device: torch.device, dtype: torch.dtype, *, tied: bool = False
 ) -> None:
     with Checkpoint(path) as checkpoint:
         plan = plan_weights(checkpoint, family, tied=tied)
-        check_plan(plan, {name: tuple(p.shape) for name, p in module.named_parameters()}, path)
+        check_plan(plan, _shapes(module), path)
         for name, tensor in plan.stream():
             _place(module, name, tensor, device, dtype)
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in module.named_parameters()}
 
 
 def check_plan(plan: WeightPlan, expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
@@ -83,6 +130,15 @@ def check_plan(plan: WeightPlan, expected: Mapping[str, tuple[int, ...]], path: 
             raise CheckpointError(f"{plan.origin(name)} has shape {shape}, and the model takes {expected[name]}")
 
 
+def _check_head(plan: WeightPlan, expected: Mapping[str, tuple[int, ...]], rules: Sequence[Rename], path: Path) -> None:
+    """Whether the head is there, by the checkpoint's own names: without it every pair would score alike."""
+    shapes = plan.shapes()
+    names = {fill(rule.target, {"kind": k}): fill(rule.source, {"kind": k}) for rule in rules for k in _KINDS}
+    missing = [names[target] for target in names if HEAD_PREFIX + target in expected.keys() - shapes.keys()]
+    if missing:
+        raise CheckpointError(f"{path} lacks {_list(missing)}, which a reranker scores with")
+
+
 def _place(module: nn.Module, name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> None:
     """Into the parameter's slot: a contiguous copy that outlives the mapped file, cast on the device it goes to."""
     owner_name, _, leaf = name.rpartition(".")
@@ -91,9 +147,9 @@ def _place(module: nn.Module, name: str, tensor: Tensor, device: torch.device, d
     setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
 
 
-def _build_tables(model: Embedder, device: torch.device) -> None:
+def _build_tables(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
-        if isinstance(module, Rotary):
+        if isinstance(module, Rotary | LexicalHead):
             module.build(device)
 
 

@@ -8,7 +8,7 @@ Loading fills a model from it, offline conversion writes files from it. At any t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,9 +36,11 @@ class WeightPlan:
     Attributes:
         steps: each target stands in one step only.
         dropped: names in the checkpoint that a rule leaves out.
+        prefix: what stands before every name of the backbone.
     """
 
     checkpoint: Checkpoint
+    prefix: str = ""
     steps: list[Step] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
 
@@ -77,17 +79,23 @@ class WeightPlan:
         return (rows, *shapes[0][1:])
 
 
-def plan_weights(checkpoint: Checkpoint, family: Family, *, tied: bool) -> WeightPlan:
+# Before the targets of a head, which are another module's than the backbone's.
+HEAD_PREFIX = "head."
+
+
+def plan_weights(checkpoint: Checkpoint, family: Family, *, tied: bool, head: Sequence[Rename] = ()) -> WeightPlan:
     """Match every tensor of the checkpoint against the family's rules.
 
     Args:
         tied: tie_word_embeddings of the config: whether the head's matrix may stand for the embedding's.
+        head: where a head's tensors are, with or without the prefix; they win over the family's drops. Their targets
+            begin with HEAD_PREFIX.
 
     Raises:
         CheckpointError: no prefix or more than one fits, part of a fused group is missing, two tensors claim one
             target, or a tensor that is kept does not hold floating-point weights.
     """
-    planner = _Planner(checkpoint, family, tied=tied)
+    planner = _Planner(checkpoint, family, tied=tied, head=head)
     for name in checkpoint.entries:
         planner.take(name)
     return planner.finish()
@@ -96,15 +104,18 @@ def plan_weights(checkpoint: Checkpoint, family: Family, *, tied: bool) -> Weigh
 class _Planner:
     """One pass over the names; `groups` holds the fused targets, and which of their parts were seen."""
 
-    def __init__(self, checkpoint: Checkpoint, family: Family, *, tied: bool) -> None:
-        self.checkpoint, self.family, self.tied = checkpoint, family, tied
+    def __init__(self, checkpoint: Checkpoint, family: Family, *, tied: bool, head: Sequence[Rename]) -> None:
+        self.checkpoint, self.family, self.tied, self.head = checkpoint, family, tied, head
         self.prefix = _find_prefix(checkpoint, family)
-        self.result = WeightPlan(checkpoint)
+        self.result = WeightPlan(checkpoint, self.prefix)
         self.groups: dict[str, tuple[tuple[str, ...], set[str]]] = {}
 
     def take(self, name: str) -> None:
         bare = name.removeprefix(self.prefix)
-        if any(match(rule.source, full) is not None for rule in self.family.outside for full in (name, bare)):
+        target = self._head_target(name, bare)
+        if target is not None:
+            self.result.steps.append(Step((name,), (HEAD_PREFIX + target,)))
+        elif any(match(rule.source, full) is not None for rule in self.family.outside for full in (name, bare)):
             self._take_outside(name)
         elif not name.startswith(self.prefix):
             raise CheckpointError(f"{self._where(name)} is not served: the others' names begin with {self.prefix!r}")
@@ -128,6 +139,14 @@ class _Planner:
                     dtype = self.checkpoint.entries[source].dtype
                     raise CheckpointError(f"{self._where(source)} holds {dtype}, which is not served as a weight")
         return self.result
+
+    def _head_target(self, name: str, bare: str) -> str | None:
+        for rule in self.head:
+            for full in dict.fromkeys((name, bare)):
+                gaps = match(rule.source, full)
+                if gaps is not None:
+                    return fill(rule.target, gaps)
+        return None
 
     def _take_outside(self, name: str) -> None:
         """A head: dropped, unless it is the only copy of a matrix that the backbone shares with it."""

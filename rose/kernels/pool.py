@@ -48,6 +48,17 @@ def pool_ref(hidden: Tensor, cu_seqlens: Tensor, mode: PoolMode) -> Tensor:
     return sums / divisor[:, None]
 
 
+def pool_spans_ref(hidden: Tensor, spans: Tensor) -> Tensor:
+    """Each span's rows are summed by themselves: differences of running sums would lose the small behind the large."""
+    sums = torch.zeros(len(spans), hidden.shape[1], device=hidden.device)
+    lengths = (spans[:, 1] - spans[:, 0]).clamp_min(0).long()
+    span_of_row = torch.repeat_interleave(torch.arange(len(spans), device=hidden.device), lengths)
+    before = lengths.cumsum(0) - lengths
+    rows = torch.arange(len(span_of_row), device=hidden.device) + (spans[:, 0].long() - before)[span_of_row]
+    sums.index_add_(0, span_of_row, hidden[rows].float())
+    return sums / lengths.clamp_min(1).float()[:, None]
+
+
 def finish_ref(pooled: Tensor, how: Finish) -> Tensor:
     if how == "none":
         return pooled
@@ -98,7 +109,7 @@ def _pool_columns(
         if MODE == "weightedmean":
             x = x * (at - start + token + 1).to(tl.float32)[:, None]
         total += x
-    length = (end - start).to(tl.float32)
+    length = tl.maximum(end - start, 1).to(tl.float32)  # an empty span has a sum of 0, and divides it by 1
     if MODE == "weightedmean":
         length = length * (length + 1.0) / 2.0
     elif MODE == "mean_sqrt_len":
@@ -133,8 +144,9 @@ def _store_finished(
 @jit
 def _pool_finish(
     hidden: Ptr,
-    cu_seqlens: Ptr,
+    bounds: Ptr,
     out: Ptr,
+    STRIDE: constexpr,
     D: constexpr,
     BD: constexpr,
     BT: constexpr,
@@ -142,15 +154,15 @@ def _pool_finish(
     HOW: constexpr,
     PDL: constexpr,
 ) -> None:
-    """Program (b, d): BD features of sequence b."""
+    """Program (b, d): BD features of sequence b. Bounds lie one apart (cu_seqlens) or as pairs (spans)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     sequence = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BD
     col = first + tl.arange(0, BD)
     mask = col < D
-    start = tl.load(cu_seqlens + sequence).to(tl.int64)
-    end = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
+    start = tl.load(bounds + sequence * STRIDE).to(tl.int64)
+    end = tl.load(bounds + sequence * STRIDE + 1).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
     x = _pool_columns(hidden, start, end, col, mask, D, MODE, BT, BD)
@@ -203,6 +215,7 @@ def pool_finish_triton(hidden: Tensor, cu_seqlens: Tensor, mode: PoolMode, how: 
         hidden,
         cu_seqlens,
         out,
+        STRIDE=1,
         D=D,
         BD=max(8, block),
         BT=_TOKENS,
@@ -211,6 +224,29 @@ def pool_finish_triton(hidden: Tensor, cu_seqlens: Tensor, mode: PoolMode, how: 
         device=hidden.device,
         warps=row_warps(D) if one_token else 4,
     )
+    return out
+
+
+def pool_spans_triton(hidden: Tensor, spans: Tensor) -> Tensor:
+    require_contiguous(hidden=hidden, spans=spans)
+    S, D = spans.shape[0], hidden.shape[1]
+    out = torch.empty(S, D, dtype=torch.float32, device=hidden.device)
+    if S:
+        launch(
+            _pool_finish,
+            (S, cdiv(D, _FEATURES)),
+            hidden,
+            spans,
+            out,
+            STRIDE=2,
+            D=D,
+            BD=_FEATURES,
+            BT=_TOKENS,
+            MODE="mean",
+            HOW="none",
+            device=hidden.device,
+            warps=4,
+        )
     return out
 
 
@@ -237,6 +273,19 @@ def pool(hidden: Tensor, cu_seqlens: Tensor, mode: PoolMode) -> Tensor:
     if runs_triton(hidden):
         return pool_finish_triton(hidden, cu_seqlens, mode, "none")
     return pool_ref(hidden, cu_seqlens, mode)
+
+
+def pool_spans(hidden: Tensor, spans: Tensor) -> Tensor:
+    """The mean of each span of rows, in fp32.
+
+    Args:
+        hidden: [T, D].
+        spans: [S, 2] int32: first row and end; they may touch, overlap or be empty.
+
+    Returns:
+        [S, D] fp32; zeros for an empty span.
+    """
+    return (pool_spans_triton if runs_triton(hidden) else pool_spans_ref)(hidden, spans)
 
 
 def finish(pooled: Tensor, how: Finish) -> Tensor:

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from rose.kernels.pool import Finish, PoolMode, finish, pool, pool_finish
+from rose.kernels.pool import Finish, PoolMode, finish, pool, pool_finish, pool_spans
 from rose.layers.linear import Linear
 
 # What the linear kernel has no epilogue for; the rest goes into the kernel.
@@ -43,20 +43,35 @@ class DenseHead(nn.Module):
 
 
 class SentenceHead(nn.Module):
-    """Pooled rows, projected, and of unit length if `normalize`."""
+    """Pooled rows, projected, and of unit length if `normalize`.
+
+    Attributes:
+        spans_unavailable: why parts of a sequence cannot be pooled each by itself, or None.
+    """
 
     def __init__(self, modes: Sequence[str], dense: Sequence[DenseHead], *, normalize: bool) -> None:
         super().__init__()
         self.modes = cast(Sequence[PoolMode], tuple(modes))
         self.dense = nn.ModuleList(dense)
         self.normalize = normalize
+        # A part of a sequence has no first or last token of its own that the model was trained to answer by.
+        mean = self.modes == ("mean",)
+        self.spans_unavailable = None if mean else f"parts are pooled by their mean, this model by {' + '.join(modes)}"
 
-    def forward(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """hidden: [T, D], cu_seqlens: [B + 1] int32 -> [B, dimension] fp32."""
+    def forward(self, hidden: Tensor, cu_seqlens: Tensor, spans: Tensor | None = None) -> Tensor:
+        """hidden: [T, D], cu_seqlens: [B + 1] int32 -> [B, dimension] fp32.
+
+        Args:
+            spans: [S, 2] int32, first row and end of each part; the answer is then [S, dimension]. An empty part
+                pools to zeros.
+        """
         how: Finish = "l2" if self.normalize else "none"
-        if len(self.modes) == 1 and not self.dense:
+        if spans is None and len(self.modes) == 1 and not self.dense:
             return pool_finish(hidden, cu_seqlens, self.modes[0], how)
-        x = torch.cat([pool(hidden, cu_seqlens, mode) for mode in self.modes], dim=-1)
+        if spans is None:
+            x = torch.cat([pool(hidden, cu_seqlens, mode) for mode in self.modes], dim=-1)
+        else:
+            x = pool_spans(hidden, spans)
         for dense in self.dense:
             x = dense(x)
         return finish(x, how)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from rose.attention_backends.base import AttentionSpec
 from rose.batch import Batch
+from rose.config import ModelFolder
+from rose.errors import Unsupported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,3 +65,31 @@ class ServedModel(Protocol):
             dtype.
         """
         ...
+
+
+def attention_spec(folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> AttentionSpec:
+    """What every layer of the folder's backbone asks of attention."""
+    architecture = folder.architecture
+    return AttentionSpec(
+        num_heads=architecture.num_heads,
+        num_kv_heads=architecture.num_kv_heads,
+        head_dim=architecture.head_dim,
+        dtype=dtype,
+        device=device,
+        causal=architecture.causal,
+        scale=architecture.head_dim**-0.5,
+        max_length=folder.max_tokens,
+    )
+
+
+def check_outputs(offered: Mapping[str, OutputSpec], asked: Sequence[str]) -> None:
+    """
+    Raises:
+        Unsupported: a name that is not offered, or one that this checkpoint cannot give.
+    """
+    for name in asked:
+        if name not in offered:
+            raise Unsupported(f"there is no output {name!r}; there are {', '.join(offered)}", param="outputs")
+        reason = offered[name].unavailable
+        if reason is not None:
+            raise Unsupported(f"output {name!r} cannot be had: {reason}", param="outputs")

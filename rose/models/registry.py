@@ -15,7 +15,7 @@ from rose.config import ArchitectureConfig
 from rose.errors import CheckpointError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One row of the table.
 
@@ -23,27 +23,80 @@ class Entry:
         module, class_name: where the backbone's class is.
         rules: name of its rule table in rose.convert.families.
         architectures: class names of config.json whose backbone this is, whatever head sits on it.
+        classifiers: class names with a head that scores a sequence.
+        classifier: that head: a name of rose.convert.families.HEADS.
+        attention: what it sees where config.json states nothing: "bidirectional" or "causal".
+        dtypes: what the backbone may run in.
+        refused: why not in the others.
+        oracles: what its answers are compared with in the tests.
     """
 
     module: str
     class_name: str
     rules: str
     architectures: tuple[str, ...]
+    classifiers: tuple[str, ...] = ()
+    classifier: str = ""
+    attention: str
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    refused: str = ""
+    oracles: tuple[str, ...]
 
 
-def _roberta(name: str) -> Entry:
-    heads = (f"{name}Model", f"{name}ForMaskedLM")
-    return Entry("rose.models.xlm_roberta", "XLMRoberta", "bert", heads)
+_LIBRARIES = ("transformers", "sentence-transformers")
 
 
-# model_type -> row. A classifier's class name is missing on purpose: its answer is not this backbone's vector.
+def _roberta(name: str, *oracles: str) -> Entry:
+    return Entry(
+        module="rose.models.xlm_roberta",
+        class_name="XLMRoberta",
+        rules="bert",
+        architectures=(f"{name}Model", f"{name}ForMaskedLM"),
+        classifiers=(f"{name}ForSequenceClassification",),
+        classifier="roberta",
+        attention="bidirectional",
+        oracles=(*_LIBRARIES, *oracles),
+    )
+
+
+def _qwen3(
+    architectures: tuple[str, ...], attention: str, oracles: tuple[str, ...], classifiers: bool = False
+) -> Entry:
+    return Entry(
+        module="rose.models.qwen3",
+        class_name="Qwen3",
+        rules="qwen3",
+        architectures=architectures,
+        classifiers=("Qwen3ForSequenceClassification",) if classifiers else (),
+        classifier="last" if classifiers else "",
+        attention=attention,
+        dtypes=("float32", "bfloat16"),
+        refused="its residual stream grows past 65504, where float16 ends, and rows become NaN",
+        oracles=oracles,
+    )
+
+
+# model_type -> row.
 BACKBONES: dict[str, Entry] = {
-    "bert": Entry("rose.models.bert", "Bert", "bert", ("BertModel", "BertForMaskedLM", "BertForPreTraining")),
+    "bert": Entry(
+        module="rose.models.bert",
+        class_name="Bert",
+        rules="bert",
+        architectures=("BertModel", "BertForMaskedLM", "BertForPreTraining"),
+        classifiers=("BertForSequenceClassification",),
+        classifier="bert",
+        attention="bidirectional",
+        oracles=_LIBRARIES,
+    ),
     "roberta": _roberta("Roberta"),
-    "xlm-roberta": _roberta("XLMRoberta"),
+    "xlm-roberta": _roberta("XLMRoberta", "FlagEmbedding"),
     "camembert": _roberta("Camembert"),
-    "qwen3": Entry("rose.models.qwen3", "Qwen3", "qwen3", ("Qwen3Model", "Qwen3ForCausalLM")),
-    "bidirectional_pplx_qwen3": Entry("rose.models.qwen3", "Qwen3", "qwen3", ("PPLXQwen3Model",)),
+    "qwen3": _qwen3(("Qwen3Model", "Qwen3ForCausalLM"), "causal", _LIBRARIES, classifiers=True),
+    "bidirectional_pplx_qwen3": _qwen3(
+        ("PPLXQwen3Model", "PPLXQwen3ContextualModel"),
+        "bidirectional",
+        ("transformers' Qwen3Model under an all-to-all mask", "the published head maths"),
+    ),
 }
 
 
@@ -55,10 +108,25 @@ def find_entry(config: ArchitectureConfig) -> Entry:
     entry = BACKBONES.get(config.model_type)
     if entry is None:
         raise CheckpointError(f"model_type {config.model_type!r} is not served; there are {', '.join(BACKBONES)}")
-    if config.architecture not in entry.architectures:
-        served = ", ".join(entry.architectures)
-        raise CheckpointError(f"architecture {config.architecture!r} is not served as an embedder; there are {served}")
+    served = (*entry.architectures, *entry.classifiers)
+    if config.architecture not in served:
+        raise CheckpointError(f"architecture {config.architecture!r} is not served; there are {', '.join(served)}")
     return entry
+
+
+def check_dtype(config: ArchitectureConfig, dtype: str) -> None:
+    """
+    Args:
+        dtype: "float32", "bfloat16" or "float16".
+
+    Raises:
+        CheckpointError: the architecture does not run in it.
+    """
+    entry = find_entry(config)
+    if dtype not in entry.dtypes:
+        raise CheckpointError(
+            f"{config.architecture} is not served in {dtype}: {entry.refused}; use {' or '.join(entry.dtypes[::-1])}"
+        )
 
 
 def build_backbone(config: ArchitectureConfig) -> nn.Module:

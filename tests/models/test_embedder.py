@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from rose.config import read_model_folder
 from rose.config.architecture import _READERS
-from rose.errors import CheckpointError, Unsupported
+from rose.errors import Unsupported
 from rose.models.base import OutputSpec
-from rose.models.registry import BACKBONES, build_backbone
+from rose.models.registry import BACKBONES
 from tests.support.running import CPU, batch_of, embed, load, random_sequences
 from tests.support.tiny_checkpoints import Dense, tiny_bert, tiny_qwen3, tiny_xlm_roberta
 
@@ -83,12 +82,3 @@ def test_half_precision_stays_close(tmp_path, make, dtype):
 
 def test_table_knows_every_family_the_reader_knows():
     assert set(BACKBONES) == set(_READERS)
-
-
-def test_contextual_model_is_refused(tmp_path):
-    """pplx-embed-context pools chunk by chunk; its plain vector would be another model's."""
-    path = tiny_qwen3(tmp_path / "m", bidirectional=True, config={"architectures": ["PPLXQwen3ContextualModel"]})
-    with pytest.raises(
-        CheckpointError, match="'PPLXQwen3ContextualModel' is not served as an embedder; there are PPLX"
-    ):
-        build_backbone(read_model_folder(path).architecture)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -13,23 +14,74 @@ from rose.attention_backends import load_backend
 from rose.batch import Batch
 from rose.config import ModelFolder, read_model_folder
 from rose.convert import load_model
+from rose.models.base import ServedModel
 from rose.models.embedder import Embedder
+from rose.models.reranker import Reranker
 
 CPU = torch.device("cpu")
 
 
 def load(path: Path, **arguments) -> Embedder:
-    """The embedder of a folder; `pooling` and `causal` go to the reading, the rest to the loading."""
-    reading = {key: arguments.pop(key) for key in ("pooling", "causal") if key in arguments}
-    model = load_model(read_model_folder(path, **reading), **arguments)
+    """The embedder of a folder; what settles the reading goes there, the rest to the loading."""
+    model = _load(path, arguments)
     assert isinstance(model, Embedder)
     return model
 
 
-def batch_of(model: Embedder, sequences: list[list[int]], dtype: torch.dtype = torch.float32) -> Batch:
+def load_reranker(path: Path, **arguments) -> Reranker:
+    model = _load(path, arguments)
+    assert isinstance(model, Reranker)
+    return model
+
+
+def _load(path: Path, arguments: dict[str, Any]) -> ServedModel:
+    reading = {key: arguments.pop(key) for key in ("pooling", "causal", "task", "template") if key in arguments}
+    return load_model(read_model_folder(path, **reading), **arguments)
+
+
+def batch_of(
+    model: ServedModel,
+    sequences: list[list[int]],
+    dtype: torch.dtype = torch.float32,
+    *,
+    type_ids: list[list[int]] | None = None,
+    spans: list[list[tuple[int, int]]] | None = None,
+) -> Batch:
+    """
+    Args:
+        type_ids: token types beside the ids. spans: of each sequence, counted from its first token.
+    """
     batch = Batch.pack(sequences)
+    if type_ids is not None:
+        batch.type_ids = torch.tensor([i for types in type_ids for i in types], dtype=torch.int32)
+    if spans is not None:
+        starts = batch.cu_seqlens.tolist()
+        rows = [(at + a, at + b) for at, own in zip(starts, spans, strict=False) for a, b in own]
+        batch.spans = torch.tensor(rows, dtype=torch.int32).reshape(-1, 2)
     batch.attention = load_backend("torch_sdpa", model.attention_spec(CPU, dtype)).plan(batch)
     return batch
+
+
+def encode_pairs(folder: ModelFolder, pairs: list[tuple[str, str]]) -> tuple[list[list[int]], list[list[int]] | None]:
+    """(ids, token types) as the front has them, in the form the folder's reranker is written in."""
+    tokenizer = Tokenizer.from_file(str(folder.backbone_path / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    reranker = folder.reranker
+    assert reranker is not None
+    if reranker.form == "pair":
+        encodings = tokenizer.encode_batch(pairs)
+        types = [e.type_ids for e in encodings] if folder.architecture.type_vocab_size > 1 else None
+        return [e.ids for e in encodings], types
+    prefix, suffix = (tokenizer.encode(t, add_special_tokens=False).ids for t in (reranker.prefix, reranker.suffix))
+    bodies = [tokenizer.encode(reranker.body(*pair), add_special_tokens=False).ids for pair in pairs]
+    return [[*prefix, *body, *suffix] for body in bodies], None
+
+
+def score(model: Reranker, pairs: list[tuple[str, str]], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Raw scores [pairs, labels]."""
+    ids, types = encode_pairs(model.folder, pairs)
+    return model(batch_of(model, ids, dtype, type_ids=types), ["score"])["score"]
 
 
 @torch.inference_mode()

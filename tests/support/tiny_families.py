@@ -91,7 +91,10 @@ def tiny_cross_encoder_bert(path: Path, *, labels: int = 1, **arguments: Any) ->
         "classifier.bias": draw.bias(labels),
     }
     config = {"architectures": ["BertForSequenceClassification"]} | _labels(labels) | dict(arguments.pop("config", {}))
-    return tiny_bert(path, prefix="bert.", extra=head, config=config, **{"pooling": None} | arguments)
+    tiny_bert(path, prefix="bert.", extra=head, config=config, **{"pooling": None} | arguments)
+    names = ["input_ids", "token_type_ids", "attention_mask"]  # what BertTokenizer means by itself
+    edit_json(path / "tokenizer_config.json", model_input_names=names)
+    return path
 
 
 def tiny_cross_encoder_xlmr(path: Path, *, labels: int = 1, **arguments: Any) -> Path:
