@@ -20,6 +20,7 @@ from rose.client.link import Link
 from rose.client.messages import (
     MAX_ANSWER_BYTES,
     Sequences,
+    Spans,
     count_tokens,
     embed_request,
     parse_card,
@@ -92,6 +93,8 @@ class AsyncClient:
         dimensions: int = 0,
         priority: pb.Priority.ValueType = pb.ONLINE,
         deadline_s: float | None = None,
+        token_types: Sequences | None = None,
+        spans: Spans | None = None,
     ) -> EmbedResult:
         """Run token id sequences.
 
@@ -102,11 +105,22 @@ class AsyncClient:
             dimensions: cut float vectors to this many numbers; 0 for all.
             priority: pb.ONLINE or pb.BULK.
             deadline_s: seconds after which the answer is of no use; the server drops the request then.
+            token_types: one type an id (BERT pairs), in rows as long as the sequences'; None: all zero.
+            spans: per item, first token and end of each part that is pooled by itself (late chunking), counted from the
+                item's own first token; an item may have none. Pooled outputs then have a row a span.
 
         Raises:
             RoseError: the server's error, DeadlineExceeded, or Unavailable when the connection is lost.
         """
-        request = embed_request(sequences, model=model, outputs=outputs, dimensions=dimensions, priority=priority)
+        request = embed_request(
+            sequences,
+            model=model,
+            outputs=outputs,
+            dimensions=dimensions,
+            priority=priority,
+            token_types=token_types,
+            spans=spans,
+        )
         return EmbedResult.from_message(await self.embed_message(request, deadline_s=deadline_s))
 
     async def embed_message(self, request: pb.EmbedRequest, *, deadline_s: float | None = None) -> pb.EmbedResponse:

@@ -14,12 +14,17 @@ from google.protobuf.message import DecodeError
 
 from rose.errors import InternalError, InvalidInput, RoseError, Unavailable
 from rose.proto import rose_pb2 as pb
+from rose.proto.annotations import check_spans, check_token_types, spans_to_proto, token_types_to_bytes
 from rose.proto.convert import AnyArray, IntArray, error_from_proto, tokens_to_proto
 
 # Answers are as large as the server's own limit allows; this only stops a peer that speaks something else.
 MAX_ANSWER_BYTES = 1 << 30
 
 Sequences: TypeAlias = Sequence[Sequence[int]] | Sequence[IntArray] | AnyArray
+# For each sequence, the first token and the end of each of its parts: pairs, or an [n, 2] array.
+Spans: TypeAlias = Sequence[Sequence[tuple[int, int]] | IntArray]
+
+_INT32 = np.iinfo(np.int32)
 
 
 def embed_request(
@@ -29,14 +34,20 @@ def embed_request(
     outputs: Sequence[str] = (),
     dimensions: int = 0,
     priority: pb.Priority.ValueType = pb.ONLINE,
+    token_types: Sequences | None = None,
+    spans: Spans | None = None,
 ) -> pb.EmbedRequest:
     """The message for token id sequences.
 
     Args:
         sequences: id lists or integer arrays, one an item.
+        token_types: one type an id, in lists or arrays of the same lengths; None: all zero.
+        spans: per item, the parts that are pooled each by itself, counted from the item's own first token; an item may
+            have none. Pooled outputs then have a row a span.
 
     Raises:
-        InvalidInput: no sequence, a text where ids are wanted, an item that is no list of int32 numbers.
+        InvalidInput: no sequence, a text where ids are wanted, an item that is no list of int32 numbers, types or spans
+            that do not fit their item.
     """
     if isinstance(sequences, (str, bytes)):
         raise InvalidInput("expected a list of token id lists, got a text: the engine takes no text", param="input")
@@ -44,38 +55,63 @@ def embed_request(
         raise InvalidInput(f"outputs is a list of names, got the text {outputs!r}", param="outputs")
     if dimensions < 0:
         raise InvalidInput(f"dimensions of {dimensions}: expected 0 (all) or more", param="dimensions")
-    arrays = [_ids(sequence, index) for index, sequence in enumerate(sequences)]
+    arrays = [_numbers(sequence, index, "token id", "input") for index, sequence in enumerate(sequences)]
     if not arrays:
         raise InvalidInput("the request holds no sequence", param="input")
-    return pb.EmbedRequest(
+    request = pb.EmbedRequest(
         model=model, tokens=tokens_to_proto(arrays), outputs=outputs, dimensions=dimensions, priority=priority
     )
+    if token_types is not None:
+        types = [_numbers(each, index, "token type", "token_types") for index, each in enumerate(token_types)]
+        check_token_types(types, [len(ids) for ids in arrays], None)
+        request.token_types = token_types_to_bytes(types)
+    if spans is not None:
+        bounds = [_bounds(each, index) for index, each in enumerate(spans)]
+        check_spans(bounds, [len(ids) for ids in arrays])
+        request.spans.CopyFrom(spans_to_proto(bounds))
+    return request
 
 
-def _ids(sequence: Sequence[int] | AnyArray, index: int) -> IntArray:
+def _numbers(sequence: Sequence[int] | AnyArray, index: int, what: str, param: str) -> IntArray:
+    """One item's row of int32, whatever it came as."""
     if isinstance(sequence, np.ndarray):
-        return _ids_of_array(sequence, index)
+        return _array_of_int32(sequence, index, what, param)
     try:
         if bool in set(map(type, sequence)):
-            raise InvalidInput("token ids are integers, got a boolean", param="input", index=index)
+            raise InvalidInput(f"{what}s are integers, got a boolean", param=param, index=index)
         if not len(sequence):
-            raise InvalidInput("a sequence has no tokens", param="input", index=index)
+            raise InvalidInput("a sequence has no tokens", param=param, index=index)
         return np.frombuffer(array("i", sequence), dtype=np.int32)
     except TypeError:
-        raise InvalidInput("token ids are a list of integers", param="input", index=index) from None
+        raise InvalidInput(f"{what}s are a list of integers", param=param, index=index) from None
     except OverflowError:
-        raise InvalidInput("a token id is outside the range of int32", param="input", index=index) from None
+        raise InvalidInput(f"a {what} is outside the range of int32", param=param, index=index) from None
 
 
-def _ids_of_array(ids: AnyArray, index: int) -> IntArray:
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+def _array_of_int32(numbers: AnyArray, index: int, what: str, param: str) -> IntArray:
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
         raise InvalidInput(
-            f"token ids are one row of integers, got {ids.dtype} of shape {ids.shape}", param="input", index=index
+            f"{what}s are one row of integers, got {numbers.dtype} of shape {numbers.shape}", param=param, index=index
         )
-    narrow = ids.astype(np.int32, copy=False)
-    if narrow is not ids and not np.array_equal(narrow, ids):
-        raise InvalidInput("a token id is outside the range of int32", param="input", index=index)
+    narrow = numbers.astype(np.int32, copy=False)
+    if narrow is not numbers and not np.array_equal(narrow, numbers):
+        raise InvalidInput(f"a {what} is outside the range of int32", param=param, index=index)
     return narrow
+
+
+def _bounds(pairs: Sequence[tuple[int, int]] | IntArray, index: int) -> IntArray:
+    """[n, 2] int32 of one item."""
+    if len(pairs) == 0:
+        return np.empty((0, 2), dtype=np.int32)
+    try:
+        bounds = np.asarray(pairs)
+    except ValueError:  # rows of different lengths
+        bounds = np.empty(0)
+    if bounds.ndim != 2 or bounds.shape[1] != 2 or bounds.dtype.kind not in "iu":
+        raise InvalidInput("spans are pairs of integers: first token and end", param="spans", index=index)
+    if bounds.min() < _INT32.min or bounds.max() > _INT32.max:
+        raise InvalidInput("a span's bound is outside the range of int32", param="spans", index=index)
+    return bounds.astype(np.int32, copy=False)
 
 
 def count_tokens(request: pb.EmbedRequest) -> int:

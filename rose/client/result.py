@@ -33,8 +33,9 @@ class EmbedResult:
     """The answer to one request.
 
     Attributes:
-        outputs: output name -> [items, dimension], or [rows, dimension] for per-token outputs; read-only.
-        splits: for per-token outputs: item i takes rows splits[i] .. splits[i + 1].
+        outputs: output name -> [items, dimension], or [rows, dimension] for outputs with splits; read-only.
+        splits: of per-token outputs, and of pooled ones if spans were asked for: item i takes rows splits[i] ..
+            splits[i + 1].
         prompt_tokens: tokens of the request.
     """
 
@@ -49,7 +50,7 @@ class EmbedResult:
         return next(iter(self.outputs.values()))
 
     def item(self, name: str, index: int) -> AnyArray:
-        """Rows of one item of one output: [dimension], or [tokens, dimension] for per-token outputs."""
+        """One item of one output: [dimension], or, where the output has splits, its rows: [n, dimension]."""
         splits = self.splits.get(name)
         return self.outputs[name][index] if splits is None else self.outputs[name][splits[index] : splits[index + 1]]
 

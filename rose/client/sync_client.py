@@ -22,6 +22,7 @@ from types import TracebackType
 from rose.client.messages import (
     MAX_ANSWER_BYTES,
     Sequences,
+    Spans,
     connection_error,
     embed_request,
     parse_card,
@@ -83,9 +84,19 @@ class Client:
         dimensions: int = 0,
         priority: pb.Priority.ValueType = pb.ONLINE,
         deadline_s: float | None = None,
+        token_types: Sequences | None = None,
+        spans: Spans | None = None,
     ) -> EmbedResult:
         """Run token id sequences; arguments and errors as AsyncClient.embed."""
-        request = embed_request(sequences, model=model, outputs=outputs, dimensions=dimensions, priority=priority)
+        request = embed_request(
+            sequences,
+            model=model,
+            outputs=outputs,
+            dimensions=dimensions,
+            priority=priority,
+            token_types=token_types,
+            spans=spans,
+        )
         return EmbedResult.from_message(self.embed_message(request, deadline_s=deadline_s))
 
     def embed_message(self, request: pb.EmbedRequest, *, deadline_s: float | None = None) -> pb.EmbedResponse:

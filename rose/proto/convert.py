@@ -28,9 +28,18 @@ _FROM_KIND = {"f": pb.FLOAT32, "i1": pb.INT8, "u1": pb.UINT8, "i4": pb.INT32}
 
 def tensor_to_proto(array: AnyArray) -> pb.Tensor:
     """float32, int8, uint8 or int32 array of any shape."""
+    tensor = pb.Tensor()
+    fill_tensor(tensor, array)
+    return tensor
+
+
+def fill_tensor(tensor: pb.Tensor, array: AnyArray) -> None:
+    """The same into a tensor that is part of another message already, which spares copies of the values."""
     key = array.dtype.str[1:]
     dtype = _FROM_KIND["f" if key == "f4" else key]
-    return pb.Tensor(dtype=dtype, shape=array.shape, data=array.astype(_TO_NUMPY[dtype], copy=False).tobytes())
+    tensor.dtype = dtype
+    tensor.shape.extend(array.shape)
+    tensor.data = array.astype(_TO_NUMPY[dtype], copy=False).tobytes()
 
 
 def tensor_from_proto(tensor: pb.Tensor) -> AnyArray:

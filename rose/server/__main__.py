@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rose.config import EngineConfig, ServerConfig
 from rose.errors import RoseError
-from rose.server.run import DTYPES, Serving, serve, write_ready
+from rose.server.run import CPU_TOKENS, DTYPES, Serving, serve, write_ready
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -48,17 +48,23 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--address", help="host:port (port 0: any free one) or unix:/path; default 127.0.0.1:0")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     model = parser.add_argument_group("model")
-    model.add_argument("--served-name", help="name clients use; default: the folder's")
+    model.add_argument("--name", "--served-name", dest="served_name", help="name clients use; default: the folder's")
     model.add_argument("--device", help="auto, cpu, cuda, cuda:N; default auto")
     model.add_argument("--dtype", choices=("auto", *DTYPES), help="default auto: bfloat16 on CUDA, else float32")
     model.add_argument("--backend", help="attention backend; default auto")
     model.add_argument("--pooling", choices=("mean", "cls", "last"), help="for a folder that does not state it")
-    model.add_argument("--causal", action=argparse.BooleanOptionalAction, help="for a folder that leaves it open")
+    attention = model.add_mutually_exclusive_group()
+    attention.add_argument("--causal", action="store_true", help="each token sees the past, if the folder is unsure")
+    attention.add_argument(
+        "--bidirectional", "--no-causal", dest="causal", action="store_false", help="each token sees all others"
+    )
     model.add_argument("--num-threads", type=int, help="threads of torch's operators on the CPU")
     model.add_argument("--no-warm-up", dest="warm_up", action="store_false", help="serve at once, capture when needed")
     budgets = parser.add_argument_group("budgets")
     for field in fields(EngineConfig):
         default = "the model's own" if field.name == "max_tokens" else field.default
+        if field.name in CPU_TOKENS:
+            default = f"{default}, on a CPU {CPU_TOKENS[field.name]}"
         budgets.add_argument(_option(field.name), type=int, help=f"default {default}")
     limits = parser.add_argument_group("limits")
     for field in fields(ServerConfig):

@@ -6,9 +6,9 @@ Knows output specs and arrays; knows neither the engine nor sockets.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from itertools import accumulate
-from typing import cast
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -16,85 +16,142 @@ import numpy.typing as npt
 from rose.errors import NonFinite
 from rose.models.base import OutputSpec
 from rose.proto import rose_pb2 as pb
-from rose.proto.convert import AnyArray, tensor_to_proto
+from rose.proto.convert import AnyArray, fill_tensor
+from rose.server.validate import Work
 
 _NO_ROWS = np.empty(0, dtype=np.intp)
 
 
 class Answer:
-    """Collects the outputs of `items` sequences.
+    """Collects the outputs of one request."""
 
-    Args:
-        specs: the outputs asked for.
-        dimensions: where vectors are cut, or 0 for whole ones.
-    """
+    __slots__ = ("_left", "_outputs", "_work")
 
-    __slots__ = ("_dimensions", "_left", "_rows", "_specs", "_values")
-
-    def __init__(self, specs: Mapping[str, OutputSpec], items: int, dimensions: int) -> None:
-        self._specs = specs
-        self._dimensions = dimensions
-        self._left = items
-        self._values: dict[str, AnyArray] = {}
-        self._rows: dict[str, list[AnyArray | None]] = {}
-        for name, spec in specs.items():
-            if spec.per_token:
-                self._rows[name] = [None] * items
-            else:
-                self._values[name] = np.empty((items, dimensions or spec.dimension), dtype=spec.dtype)
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._left = len(work.sequences)
+        self._outputs = [_Rows(name, spec, work) for name, spec in work.specs.items()]
 
     @property
     def complete(self) -> bool:
         return self._left == 0
 
-    def put(self, first: int, batch: Mapping[str, AnyArray], start: int, end: int, splits: tuple[int, ...]) -> None:
-        """Copy rows `start` .. `end` of a batch to items `first` and following.
+    def put(
+        self,
+        first: int,
+        batch: Mapping[str, AnyArray],
+        start: int,
+        end: int,
+        splits: tuple[int, ...],
+        span_splits: tuple[int, ...] = (),
+    ) -> None:
+        """Items `start` .. `end` of a batch are items `first` and following of the request.
 
         Args:
-            batch: output name -> [B, dimension], or [rows, dimension] with `splits` for per-token outputs.
+            batch: output name -> [rows, dimension]; nobody writes to the arrays any more. They are copied, except
+                where they hold the whole request, whose answer leaves at once.
+            splits: item i of the batch has rows splits[i] .. splits[i + 1] of per-token outputs,
+            span_splits: and these of pooled ones; empty where each has one row.
         """
-        count = end - start
-        for name, values in self._values.items():
-            values[first : first + count] = batch[name][start:end, : values.shape[1]]
-        for name, rows in self._rows.items():
-            for offset in range(count):
-                begin, stop = splits[start + offset], splits[start + offset + 1]
-                rows[first + offset] = batch[name][begin:stop].copy()
-        self._left -= count
+        for output in self._outputs:
+            output.put(first, batch[output.name], start, end, splits if output.spec.per_token else span_splits)
+        self._left -= end - start
 
-    def outputs(self) -> list[pb.Output]:
-        """The finished outputs, cut vectors normalised again where the model normalises.
+    def fill(self, message: pb.EmbedResponse) -> None:
+        """Add the finished outputs, cut vectors normalised again where the model normalises.
 
         Raises:
             NonFinite: a cut vector is all zeros and has no direction.
         """
-        return [self._output(name, spec) for name, spec in self._specs.items()]
+        for output in self._outputs:
+            values = output.finished(self._work)
+            # Made in place: a message that is put into another is copied, at twice the time and memory.
+            added = message.outputs.add(name=output.name)
+            fill_tensor(added.values, values)
+            if output.offsets is not None:
+                added.splits.extend(output.offsets)
 
-    def _output(self, name: str, spec: OutputSpec) -> pb.Output:
+
+class _Rows:
+    """The rows of one output.
+
+    Attributes:
+        offsets: first row of each item and the end of the last; None: item i has row i.
+    """
+
+    __slots__ = ("_values", "_width", "name", "offsets", "spec")
+
+    def __init__(self, name: str, spec: OutputSpec, work: Work) -> None:
+        self.name = name
+        self.spec = spec
+        self.offsets: list[int] | None = None
         if spec.per_token:
-            rows = [row for row in self._rows[name] if row is not None]
-            splits = accumulate((len(row) for row in rows), initial=0)
-            values = cast("AnyArray", np.concatenate(rows))
-            return pb.Output(name=name, values=tensor_to_proto(values), splits=splits)
-        vectors = self._values[name]
-        if spec.normalized and 0 < self._dimensions < spec.dimension:
-            vectors = renormalize(vectors, name)
-        return pb.Output(name=name, values=tensor_to_proto(vectors))
+            skip = spec.skip_tokens
+            self.offsets = list(accumulate((max(len(ids) - skip, 0) for ids in work.sequences), initial=0))
+        elif work.spans is not None:
+            self.offsets = list(accumulate(map(len, work.spans), initial=0))
+        self._width = work.dimensions or spec.dimension
+        self._values = np.empty((self.offsets[-1] if self.offsets else len(work.sequences), self._width), spec.dtype)
+
+    def put(self, first: int, batch: AnyArray, start: int, end: int, splits: Sequence[int]) -> None:
+        if self._width < batch.shape[1]:
+            batch = batch[:, : self._width]
+        if not splits:
+            self._place(first, batch[start:end])
+            return
+        skip = self.spec.skip_tokens
+        if not skip:
+            self._place(first, batch[splits[start] : splits[end]])
+            return
+        for item, (begin, stop) in enumerate(pairwise(splits[start : end + 1]), first):
+            self._place(item, batch[min(begin + skip, stop) : stop])
+
+    def _place(self, item: int, rows: AnyArray) -> None:
+        if len(rows) == len(self._values):
+            self._values = rows
+            return
+        at = item if self.offsets is None else self.offsets[item]
+        self._values[at : at + len(rows)] = rows
+
+    def finished(self, work: Work) -> AnyArray:
+        if not self.spec.normalized or self._width == self.spec.dimension:
+            return self._values
+        try:
+            return renormalize(self._values, self.name, self._rows_of_empty_spans(work))
+        except NonFinite as error:
+            if self.offsets is not None and error.index is not None:
+                error.index = bisect_right(self.offsets, error.index) - 1
+            raise
+
+    def _rows_of_empty_spans(self, work: Work) -> npt.NDArray[np.bool_] | None:
+        if self.offsets is None or work.spans is None:
+            return None
+        bounds = np.concatenate(work.spans)
+        empty: npt.NDArray[np.bool_] = bounds[:, 0] == bounds[:, 1]
+        return empty
 
 
-def renormalize(values: AnyArray, name: str) -> npt.NDArray[np.float32]:
-    """[items, d] rows scaled to unit length, in fp32.
+def renormalize(
+    values: AnyArray, name: str, may_be_zero: npt.NDArray[np.bool_] | None = None
+) -> npt.NDArray[np.float32]:
+    """[rows, d] rows scaled to unit length, in fp32.
+
+    Args:
+        may_be_zero: [rows], those that have nothing to show and stay zero.
 
     Raises:
-        NonFinite: a row is all zeros.
+        NonFinite: another row is all zeros; `index` is that of the row.
     """
     norms = np.linalg.norm(values.astype(np.float32, copy=False), axis=1, keepdims=True)
     if not norms.all():
-        index = int(np.flatnonzero(norms[:, 0] == 0)[0])
-        raise NonFinite(
-            f"the first {values.shape[1]} dimensions of output {name!r} are all zero and cannot be normalised",
-            index=index,
-        )
+        zero = norms[:, 0] == 0
+        without_direction = zero if may_be_zero is None else zero & ~may_be_zero
+        if without_direction.any():
+            raise NonFinite(
+                f"the first {values.shape[1]} dimensions of output {name!r} are all zero and cannot be normalised",
+                index=int(np.flatnonzero(without_direction)[0]),
+            )
+        norms[zero] = 1
     unit: npt.NDArray[np.float32] = (values / norms).astype(np.float32, copy=False)
     return unit
 

@@ -151,20 +151,31 @@ class Batches:
             part = requests.parts.get(engine_id)
             if part is None:
                 continue  # answered meanwhile: cancelled, expired, or another of its items failed
-            part.owner.answer.put(part.indices[first], outputs, start, end, result.splits)
+            part.owner.answer.put(part.indices[first], outputs, start, end, result.splits, result.span_splits)
             requests.settle(engine_id, end - start)
             if part.owner.answer.complete:
                 self._service.answer(part.owner, now)
 
     def _faults(self, result: StepResult, outputs: Mapping[str, AnyArray]) -> dict[int, str]:
-        """Item of the batch -> output of it that must not travel, for outputs somebody asked for."""
+        """Item of the batch -> output of it that must not travel, for rows somebody asked for."""
         faults: dict[int, str] = {}
         for name, values in outputs.items():
             spec = self._specs[name]
+            splits = result.splits if spec.per_token else result.span_splits
             for row in faulty_rows(values, spec).tolist():
-                item = bisect_right(result.splits, row) - 1 if spec.per_token else row
+                item = bisect_right(splits, row) - 1 if splits else row
                 part = self._service.requests.parts.get(result.items[item].request_id)
-                if part is not None and name in part.owner.work.specs:
+                if part is None or name not in part.owner.work.specs:
+                    continue
+                at = row - splits[item] if splits else 0
+                spans = part.owner.work.spans
+                if spec.per_token:
+                    excused = at < spec.skip_tokens
+                else:
+                    # Nothing was pooled: its row is all zeros, and that is its answer.
+                    bounds = None if spans is None else spans[part.indices[result.items[item].index]][at]
+                    excused = bounds is not None and bounds[0] == bounds[1] and not values[row].any()
+                if not excused:
                     faults.setdefault(item, name)
         return faults
 
@@ -220,7 +231,8 @@ class Batches:
     def _check_shapes(self, result: StepResult, outputs: Mapping[str, AnyArray]) -> None:
         for name, values in outputs.items():
             spec = self._specs[name]
-            rows = result.splits[-1] if spec.per_token else len(result.items)
+            splits = result.splits if spec.per_token else result.span_splits
+            rows = splits[-1] if splits else len(result.items)
             if values.shape != (rows, spec.dimension):
                 raise InternalError(f"output {name!r} has shape {values.shape}, expected {(rows, spec.dimension)}")
 

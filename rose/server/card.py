@@ -69,6 +69,8 @@ def output_cards(outputs: Mapping[str, OutputSpec]) -> list[pb.OutputCard]:
             per_token=spec.per_token,
             normalized=spec.normalized,
             unavailable=spec.unavailable or "",
+            kind=spec.kind,
+            skip_tokens=spec.skip_tokens,
         )
         for name, spec in outputs.items()
     ]
@@ -85,7 +87,13 @@ def check_config(config: ServerConfig, max_tokens: int) -> None:
         raise StartupError(f"max_payload is at most {MAX_PAYLOAD}: a frame's header cannot say more")
 
 
-def request_limits(model: ServedModel, engine: EngineConfig, server: ServerConfig, served_name: str) -> Limits:
+def request_limits(
+    model: ServedModel,
+    engine: EngineConfig,
+    server: ServerConfig,
+    served_name: str,
+    type_vocab_size: int | None = None,
+) -> Limits:
     """What the validator holds requests to."""
     return Limits(
         served_name=served_name,
@@ -96,6 +104,8 @@ def request_limits(model: ServedModel, engine: EngineConfig, server: ServerConfi
         max_request_items=server.max_request_items,
         max_request_tokens=server.max_queued_tokens,
         max_answer_bytes=server.max_payload - _FRAME_MARGIN,
+        type_vocab_size=type_vocab_size,
+        spans_unavailable=getattr(model, "spans_unavailable", None),
     )
 
 
@@ -127,5 +137,6 @@ def table(card: pb.ModelCard, folder: ModelFolder, engine: EngineConfig, address
 
 def _describe(output: pb.OutputCard) -> str:
     shape = f"{'tokens × ' if output.per_token else ''}{output.dimension}"
-    kind = f"{output.name} [{shape}] {pb.DType.Name(output.dtype).lower()}"
+    what = "" if output.kind == "vector" else f" {output.kind}"
+    kind = f"{output.name} [{shape}] {pb.DType.Name(output.dtype).lower()}{what}"
     return f"{kind} (unavailable: {output.unavailable})" if output.unavailable else kind

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rose.engine.request import Request
+from rose.proto.convert import IntArray
 from rose.server.answers import Answer
 from rose.server.ports import EnginePort
 from rose.server.validate import Work
@@ -91,15 +92,18 @@ class OpenRequests:
     def submit(self, request: OpenRequest, indices: Sequence[int], *, alone: bool) -> None:
         """Queue items of a request at the engine, under an id of their own: all of them, or `alone` those listed."""
         self._last_id += 1
-        sequences = request.work.sequences
+        work = request.work
+        chosen = indices if alone else None
         self._engine.add(
             Request(
                 id=self._last_id,
-                sequences=[sequences[i] for i in indices] if alone else sequences,
-                outputs=tuple(request.work.specs),
+                sequences=_chosen(work.sequences, chosen),
+                outputs=tuple(work.specs),
                 deadline=request.deadline,
-                priority=request.work.priority,
+                priority=work.priority,
                 alone=alone,
+                token_types=None if work.token_types is None else _chosen(work.token_types, chosen),
+                spans=None if work.spans is None else _chosen(work.spans, chosen),
             )
         )
         self.parts[self._last_id] = Part(request, indices, len(indices))
@@ -141,3 +145,7 @@ class OpenRequests:
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self._by_serial]
             heapq.heapify(self._deadlines)
         return late
+
+
+def _chosen(arrays: list[IntArray], indices: Sequence[int] | None) -> list[IntArray]:
+    return arrays if indices is None else [arrays[i] for i in indices]

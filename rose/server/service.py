@@ -107,21 +107,17 @@ class Service:
 
     def answer(self, request: OpenRequest, now: float) -> None:
         """Send a complete answer, or the error that keeps it from being sent."""
+        launched = request.arrived if request.launched is None else request.launched
+        message = pb.EmbedResponse(prompt_tokens=request.work.tokens)
+        timing = message.timing
+        timing.queue_us = _microseconds(launched - request.arrived)
+        timing.compute_us = _microseconds(now - launched)
+        timing.batches = request.batches
         try:
-            outputs = request.answer.outputs()
+            request.answer.fill(message)
         except RoseError as error:
             self.fail(request, error)
             return
-        launched = request.arrived if request.launched is None else request.launched
-        message = pb.EmbedResponse(
-            outputs=outputs,
-            prompt_tokens=request.work.tokens,
-            timing=pb.Timing(
-                queue_us=_microseconds(launched - request.arrived),
-                compute_us=_microseconds(now - launched),
-                batches=request.batches,
-            ),
-        )
         self.stats.answered += 1
         self.requests.close(request)
         request.peer.send(FrameType.EMBED_RESULT, request.wire_id, message.SerializeToString(), now)
@@ -146,8 +142,7 @@ class Service:
         self._check_room(work.tokens)
         now = self._clock()
         deadline = now + frame.deadline_ms / 1000 if frame.deadline_ms else None
-        answer = Answer(work.specs, len(work.sequences), work.dimensions)
-        self.requests.open(OpenRequest(peer, frame.request_id, now, deadline, work, answer))
+        self.requests.open(OpenRequest(peer, frame.request_id, now, deadline, work, Answer(work)))
         self.stats.requests += 1
 
     def _check_available(self) -> None:

@@ -13,9 +13,13 @@ from rose.engine.request import Priority
 from rose.errors import InvalidInput, PayloadTooLarge, UnknownModel, Unsupported
 from rose.models.base import OutputSpec
 from rose.proto import rose_pb2 as pb
+from rose.proto.annotations import check_spans, check_token_types, spans_from_proto, token_types_from_bytes
 from rose.proto.convert import IntArray, check_token_ids, tokens_from_proto
 
 _ITEM_BYTES = {"float32": 4, "int8": 1, "uint8": 1}
+# Most bytes of one entry of `splits`: a varint of 32 bits.
+_SPLIT_BYTES = 5
+_PRIORITIES = {int(priority): priority for priority in Priority}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,8 @@ class Limits:
         served_name: the name clients may use; an empty name in a request means the same.
         outputs, default_output: as the model states them.
         max_tokens: longest sequence, in tokens.
+        type_vocab_size: token types the model has; None where nobody knows, and then any is taken.
+        spans_unavailable: why the model pools whole sequences only, or None.
         max_request_items: most sequences of one request.
         max_request_tokens: most tokens of one request; more would not fit an empty queue.
         max_answer_bytes: largest answer that fits a frame.
@@ -39,6 +45,8 @@ class Limits:
     max_request_items: int
     max_request_tokens: int
     max_answer_bytes: int
+    type_vocab_size: int | None = None
+    spans_unavailable: str | None = None
 
 
 @dataclass(slots=True)
@@ -50,6 +58,8 @@ class Work:
         dimensions: where float vectors are cut, or 0.
         tokens: of all sequences.
         answer_bytes: upper bound of the answer's values.
+        token_types: beside the sequences, or None for all zero.
+        spans: [n, 2] beside each sequence, or None: pooled outputs have a row a span then.
     """
 
     sequences: list[IntArray]
@@ -58,6 +68,8 @@ class Work:
     priority: Priority
     tokens: int
     answer_bytes: int
+    token_types: list[IntArray] | None = None
+    spans: list[IntArray] | None = None
 
 
 def validate(request: pb.EmbedRequest, limits: Limits) -> Work:
@@ -70,25 +82,49 @@ def validate(request: pb.EmbedRequest, limits: Limits) -> Work:
         raise UnknownModel(f"model {request.model!r} is not served here, {limits.served_name!r} is", param="model")
     specs = _outputs(request, limits)
     _check_dimensions(request.dimensions, specs)
-    if request.priority not in (pb.ONLINE, pb.BULK):
+    priority = _PRIORITIES.get(request.priority)
+    if priority is None:
         raise InvalidInput(f"priority {request.priority} is neither ONLINE (0) nor BULK (1)", param="priority")
-    sequences = _sequences(request, limits)
-    tokens = sum(map(len, sequences))
+    sequences, lengths = _sequences(request, limits)
+    tokens = sum(lengths)
     if tokens > limits.max_request_tokens:
         raise PayloadTooLarge(
             f"the request has {tokens} tokens, over the queue's limit of {limits.max_request_tokens}", param="input"
         )
-    answer_bytes = _answer_bytes(specs, request.dimensions, len(sequences), tokens)
-    if answer_bytes > limits.max_answer_bytes:
+    work = Work(sequences, specs, request.dimensions, priority, tokens, 0)
+    if request.token_types:
+        work.token_types = token_types_from_bytes(request.token_types, lengths)
+        check_token_types(work.token_types or (), lengths, limits.type_vocab_size)
+    if request.HasField("spans"):
+        work.spans = _spans(request, specs, lengths, limits)
+    work.answer_bytes = _answer_bytes(work, lengths)
+    if work.answer_bytes > limits.max_answer_bytes:
         raise PayloadTooLarge(
-            f"the answer would have {answer_bytes} bytes, over the limit of {limits.max_answer_bytes}: "
-            "send fewer items in one request",
+            f"the answer would have {work.answer_bytes} bytes, over the limit of {limits.max_answer_bytes}"
+            " (--max-payload): send fewer items in one request, or ask for fewer outputs",
             param="input",
         )
-    return Work(sequences, specs, request.dimensions, Priority(request.priority), tokens, answer_bytes)
+    return work
 
 
-def _sequences(request: pb.EmbedRequest, limits: Limits) -> list[IntArray]:
+def _spans(
+    request: pb.EmbedRequest, specs: Mapping[str, OutputSpec], lengths: list[int], limits: Limits
+) -> list[IntArray]:
+    """Raises InvalidInput also where no output, or one that is no vector, would have a row a span."""
+    if limits.spans_unavailable is not None:
+        raise InvalidInput(f"this model takes no spans: {limits.spans_unavailable}", param="spans")
+    if all(spec.per_token for spec in specs.values()):
+        raise InvalidInput(f"spans are pooled, and output {next(iter(specs))!r} is per token", param="spans")
+    for name, spec in specs.items():
+        if spec.kind == "score":
+            raise InvalidInput(f"spans are pooled, and output {name!r} scores whole sequences", param="spans")
+    spans = spans_from_proto(request.spans, len(lengths))
+    check_spans(spans, lengths)
+    return spans
+
+
+def _sequences(request: pb.EmbedRequest, limits: Limits) -> tuple[list[IntArray], list[int]]:
+    """The sequences and their lengths."""
     kind = request.WhichOneof("input")
     if kind == "texts":
         raise Unsupported(
@@ -99,7 +135,7 @@ def _sequences(request: pb.EmbedRequest, limits: Limits) -> list[IntArray]:
         raise InvalidInput("the request has no input", param="input")
     if request.prompt_name:
         raise InvalidInput("prompt_name goes with texts: token ids hold their prompt already", param="prompt_name")
-    lengths = request.tokens.lengths
+    lengths = list(request.tokens.lengths)
     if len(lengths) > limits.max_request_items:
         raise PayloadTooLarge(
             f"the request has {len(lengths)} items, over the limit of {limits.max_request_items}", param="input"
@@ -113,7 +149,7 @@ def _sequences(request: pb.EmbedRequest, limits: Limits) -> list[IntArray]:
         )
     sequences = tokens_from_proto(request.tokens)
     check_token_ids(sequences, limits.vocab_size)
-    return sequences
+    return sequences, lengths
 
 
 def _outputs(request: pb.EmbedRequest, limits: Limits) -> dict[str, OutputSpec]:
@@ -132,12 +168,18 @@ def _outputs(request: pb.EmbedRequest, limits: Limits) -> dict[str, OutputSpec]:
 
 
 def _check_dimensions(dimensions: int, specs: Mapping[str, OutputSpec]) -> None:
-    """0 is all. Else 1 .. dimension, for float vectors only: a cut of a quantised or per-token row has no agreed
-    meaning. The full dimension is always accepted, since generic clients send it unasked.
+    """0 is all. Else 1 .. dimension, for float vectors only: a cut of a quantised or per-token row, of weights or of
+    scores has no agreed meaning. The full dimension of vectors is always accepted: generic clients send it unasked.
     """
     if dimensions == 0:
         return
     for name, spec in specs.items():
+        if spec.kind != "vector":
+            kind = "lexical weights" if spec.kind == "weights" else "a score"
+            raise InvalidInput(
+                f"dimensions of {dimensions}: output {name!r} is {kind}, and only float32 vectors are cut",
+                param="dimensions",
+            )
         if dimensions > spec.dimension:
             raise InvalidInput(
                 f"dimensions of {dimensions}: output {name!r} has {spec.dimension}, expected 1 to {spec.dimension}",
@@ -151,9 +193,16 @@ def _check_dimensions(dimensions: int, specs: Mapping[str, OutputSpec]) -> None:
             )
 
 
-def _answer_bytes(specs: Mapping[str, OutputSpec], dimensions: int, items: int, tokens: int) -> int:
-    total = 0
-    for spec in specs.values():
-        width = dimensions or spec.dimension
-        total += (tokens if spec.per_token else items) * width * _ITEM_BYTES[spec.dtype]
+def _answer_bytes(work: Work, lengths: list[int]) -> int:
+    total, items = 0, len(lengths)
+    for spec in work.specs.values():
+        rows = items
+        if spec.per_token:
+            skip = spec.skip_tokens
+            rows = sum(max(length - skip, 0) for length in lengths) if skip else work.tokens
+        elif work.spans is not None:
+            rows = sum(map(len, work.spans))
+        total += rows * (work.dimensions or spec.dimension) * _ITEM_BYTES[spec.dtype]
+        if spec.per_token or work.spans is not None:
+            total += _SPLIT_BYTES * (items + 1)
     return total

@@ -107,3 +107,51 @@ def test_a_connections_fault_is_not_its_requests():
 
 def test_an_error_frame_that_is_no_error():
     assert type(parse_error(b"\xff")) is InternalError
+
+
+def test_token_types_and_spans_lie_beside_the_ids():
+    request = embed_request(
+        [[1, 2, 3], [4]],
+        token_types=[[0, 0, 1], np.array([1], dtype=np.int64)],
+        spans=[[(0, 2), (2, 3)], np.empty((0, 2), dtype=np.int32)],
+    )
+    assert np.frombuffer(request.token_types, "<i4").tolist() == [0, 0, 1, 1]
+    assert list(request.spans.counts) == [2, 0]
+    assert np.frombuffer(request.spans.bounds, "<i4").tolist() == [0, 2, 2, 3]
+    plain = embed_request([[1]])
+    assert plain.token_types == b""
+    assert not plain.HasField("spans")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words", "index"),
+    [
+        ({"token_types": [[0, 1], [1, 1]]}, "item 1 has 1 ids and types of int32 and shape \\(2,\\)", 1),
+        ({"token_types": [[0, 1]]}, "for 1 of 2 sequences", None),
+        ({"token_types": [[0, 1.5], [0]]}, "token types are a list of integers", 0),
+        ({"token_types": [[0, -1], [0]]}, "token type -1 at position 1 is negative", 0),
+        ({"spans": [[(0, 1)]]}, "spans for 1 of 2 sequences", None),
+        ({"spans": [[], [(0, 2)]]}, r"span 0 of item 1 is 0\.\.2: .* <= 1", 1),
+        ({"spans": [[(0, 1, 2)], []]}, "pairs of integers", 0),
+        ({"spans": [[], [(0, 1), (1,)]]}, "pairs of integers", 1),
+        ({"spans": [[(0.0, 1.0)], []]}, "pairs of integers", 0),
+        ({"spans": [[(0, 2**31)], []]}, "outside the range of int32", 0),
+    ],
+)
+def test_types_and_spans_that_do_not_fit_are_named_before_they_are_sent(fields, words, index):
+    with pytest.raises(InvalidInput, match=words) as caught:
+        embed_request([[1, 2], [3]], **fields)
+    assert (caught.value.param, caught.value.index) == (next(iter(fields)), index)
+
+
+def test_items_of_outputs_with_and_without_splits():
+    message = pb.EmbedResponse(prompt_tokens=3)
+    message.outputs.add(name="dense", values=tensor_to_proto(np.array([[1], [2]], dtype=np.float32)))
+    spans = tensor_to_proto(np.array([[3], [4], [5]], dtype=np.float32))
+    message.outputs.add(name="chunks", values=spans, splits=[0, 0, 3])
+    message.outputs.add(name="none", values=tensor_to_proto(np.empty((0, 1), dtype=np.int8)), splits=[0, 0, 0])
+    result = EmbedResult.from_message(message)
+    assert result.item("dense", 1).tolist() == [2]
+    assert result.item("chunks", 0).shape == (0, 1)
+    assert result.item("chunks", 1).tolist() == [[3], [4], [5]]
+    assert result.item("none", 1).shape == (0, 1)

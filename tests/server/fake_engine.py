@@ -27,6 +27,9 @@ OUTPUTS: Mapping[str, OutputSpec] = {
     "unit": OutputSpec(dtype="float32", dimension=DIMENSION, normalized=True),
     "tokens": OutputSpec(dtype="float32", dimension=3, per_token=True),
     "int8": OutputSpec(dtype="int8", dimension=4),
+    "score": OutputSpec(dtype="float32", dimension=2, kind="score", labels=("no", "yes")),
+    "weights": OutputSpec(dtype="float32", dimension=1, per_token=True, kind="weights"),
+    "late": OutputSpec(dtype="float32", dimension=2, per_token=True, normalized=True, skip_tokens=1),
     "sparse": OutputSpec(dtype="float32", dimension=1, unavailable="sparse_linear.pt is missing"),
 }
 
@@ -51,6 +54,23 @@ def token_rows(ids) -> np.ndarray:
 
 def int8_row(ids) -> np.ndarray:
     return np.array([len(ids) % 100, ids[0] % 100, -(ids[-1] % 100), 1], dtype=np.int8)
+
+
+def score_row(ids, types=None) -> np.ndarray:
+    """Depends on the token types, as a pair's score does."""
+    return np.array([-len(ids), 0 if types is None else np.asarray(types).sum()], dtype=np.float32)
+
+
+def weight_rows(ids) -> np.ndarray:
+    return (np.asarray(ids, dtype=np.float32) / 8)[:, None]
+
+
+def late_rows(ids) -> np.ndarray:
+    """All zeros for the first token, which has no direction: nobody is to see it."""
+    angle = np.arange(len(ids)) + 1.0
+    rows = np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
+    rows[0] = 0
+    return rows
 
 
 class FakeTicket:
@@ -180,10 +200,12 @@ class FakeEngine:
         taken = self._take()
         items = tuple(Item(request.id, index) for request, index in taken)
         sequences = [request.sequences[index] for request, index in taken]
+        types = [None if request.token_types is None else request.token_types[index] for request, index in taken]
+        spans = None if taken[0][0].spans is None else [request.spans[index] for request, index in taken]
         names = {name for request, _ in taken for name in request.outputs}
         known = self._batch_seconds is not None and self._timed
         expected = time.monotonic() + self._batch_seconds if known else None
-        ticket = FakeTicket(lambda: self._forward(sequences, names), expected)
+        ticket = FakeTicket(lambda: self._forward(sequences, names, types, spans), expected)
         self.batches.append(items)
         self._in_flight.append(ticket)
         self.last_ticket = ticket
@@ -193,7 +215,9 @@ class FakeEngine:
             self._end(ticket)
         lengths = [len(ids) for ids in sequences]
         splits = (0, *np.cumsum(lengths).tolist())
-        return [StepResult(items, {name: ticket.output(name) for name in names}, splits, tokens=sum(lengths))]
+        span_splits = () if spans is None else (0, *np.cumsum([len(bounds) for bounds in spans]).tolist())
+        outputs = {name: ticket.output(name) for name in names}
+        return [StepResult(items, outputs, splits, span_splits, tokens=sum(lengths))]
 
     def finish(self, count: int = 1) -> None:
         """Let the oldest batches in flight finish; from any thread."""
@@ -229,6 +253,8 @@ class FakeEngine:
             while left and (len(request.sequences[left[0]]) <= room or not taken):
                 if taken and (request.alone or taken[0][0].alone or request.outputs != taken[0][0].outputs):
                     return taken
+                if taken and (request.spans is None) != (taken[0][0].spans is None):
+                    return taken
                 index = left.pop(0)
                 room -= len(request.sequences[index])
                 taken.append((request, index))
@@ -237,13 +263,16 @@ class FakeEngine:
             del self._waiting[request.id]
         return taken
 
-    def _forward(self, sequences, names) -> dict[str, np.ndarray]:
+    def _forward(self, sequences, names, types, spans) -> dict[str, np.ndarray]:
         if any((ids == POISON).any() for ids in sequences):
             raise ArithmeticError("this batch holds poison")
-        results = {name: self._output(name, sequences) for name in names}
+        if spans is None:
+            results = {name: self._output(name, sequences, types) for name in names}
+        else:
+            results = {name: self._span_output(name, sequences, types, spans) for name in names}
         spoiler = next((i for i, ids in enumerate(sequences) if (ids == SPOILS).any()), None)
         for name, values in results.items():
-            if values.dtype != np.float32:
+            if values.dtype != np.float32 or (spans is not None and not self.outputs[name].per_token):
                 continue
             ends = np.cumsum([len(ids) if self.outputs[name].per_token else 1 for ids in sequences])
             for index, ids in enumerate(sequences):
@@ -251,12 +280,28 @@ class FakeEngine:
                     values[ends[index] - 1] = np.nan
         return results
 
-    def _output(self, name: str, sequences) -> np.ndarray:
-        rows = {"plain": plain_row, "unit": unit_row, "tokens": token_rows, "int8": int8_row}
+    def _output(self, name: str, sequences, types=None) -> np.ndarray:
+        rows = {"plain": plain_row, "unit": unit_row, "int8": int8_row}
+        token_outputs = {"tokens": token_rows, "weights": weight_rows, "late": late_rows}
+        if name in token_outputs and self.outputs is OUTPUTS:
+            return np.concatenate([token_outputs[name](ids) for ids in sequences])
+        if name == "score":
+            return np.stack([score_row(ids, types and types[i]) for i, ids in enumerate(sequences)])
         if name not in rows or self.outputs is not OUTPUTS:
             return np.stack([big_row(ids, self.outputs[name].dimension) for ids in sequences])
-        values = [rows[name](ids) for ids in sequences]
-        return np.concatenate(values) if name == "tokens" else np.stack(values)
+        return np.stack([rows[name](ids) for ids in sequences])
+
+    def _span_output(self, name: str, sequences, types, spans) -> np.ndarray:
+        """What each span's ids alone would give; zeros for an empty span, NaN for one that holds NAN."""
+        spec = self.outputs[name]
+        if spec.per_token:
+            return self._output(name, sequences, types)
+        rows = [np.zeros((0, spec.dimension), spec.dtype)]
+        for ids, bounds in zip(sequences, spans, strict=True):
+            for start, end in bounds.tolist():
+                row = self._output(name, [ids[start:end]]) if end > start else np.zeros((1, spec.dimension), spec.dtype)
+                rows.append(np.full_like(row, np.nan) if (ids[start:end] == NAN).any() else row)
+        return np.concatenate(rows)
 
 
 def big_row(ids, dimension: int) -> np.ndarray:

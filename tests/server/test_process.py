@@ -10,14 +10,21 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from rose.client import Client
+from rose.config import read_model_folder
+from rose.convert import load_model
+from rose.engine import Request, build_engine
 from rose.errors import StartupError, Unavailable
 from rose.proto import rose_pb2 as pb
 from rose.proto.address import parse_address
 from rose.proto.frames import FrameType
+from rose.server.__main__ import build_parser
 from rose.server.listener import Listener
+from rose.server.run import fit_budgets
 from tests.server.running_server import RawPeer
 from tests.support.tiny_checkpoints import edit_json, tiny_bert
 
@@ -98,6 +105,45 @@ def test_refused_at_start(folder, tmp_path):
         assert err.startswith("rose-server: ")
         assert words in err
         assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("flag", "causal"), [("--causal", True), ("--bidirectional", False), ("--no-causal", False), ("", None)]
+)
+def test_attention_mode_and_name_by_the_same_flags_as_the_command_line(flag, causal):
+    options = build_parser().parse_args(["folder", *([flag] if flag else []), "--name", "mine"])
+    assert getattr(options, "causal", None) is causal
+    assert options.served_name == build_parser().parse_args(["folder", "--served-name", "mine"]).served_name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "expected"),
+    [
+        ({}, "cpu", (512, 2048)),
+        ({}, "cuda", (2048, 16384)),
+        ({"online_tokens": 4096}, "cpu", (4096, 4096)),
+        ({"bulk_tokens": 300}, "cpu", (300, 300)),
+        ({"bulk_tokens": 8192}, "cpu", (512, 8192)),
+    ],
+)
+def test_batches_of_a_cpu_are_smaller_unless_asked(folder, asked, device, expected):
+    budgets = fit_budgets(asked, read_model_folder(folder), torch.device(device))
+    assert (budgets.online_tokens, budgets.bulk_tokens) == expected
+    assert budgets.max_tokens == 128
+
+
+def test_a_text_longer_than_a_cpus_batch_is_still_served(tmp_path):
+    long = read_model_folder(tiny_bert(tmp_path / "long", max_positions=4096))
+    budgets = fit_budgets({}, long, torch.device("cpu"))
+    assert (budgets.max_tokens, budgets.bulk_tokens) == (4096, 2048)
+    engine = build_engine(load_model(long), budgets, num_threads=1)
+    engine.add(Request(1, [np.full(4096, 7, np.int32), np.full(5, 7, np.int32)]))
+    results = []
+    while not engine.idle:
+        results += engine.step()
+    assert [result.tokens for result in results] == [4096, 5]
+    assert all(np.isfinite(result.outputs["dense"].result()).all() for result in results)
+    engine.close()
 
 
 def test_what_the_engine_process_loads():

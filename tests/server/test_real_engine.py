@@ -2,55 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 import torch
 
 from rose.client import Client
-from rose.config import EngineConfig, ServerConfig, read_model_folder
+from rose.config import read_model_folder
 from rose.convert import load_model
 from rose.engine import build_engine
 from rose.errors import InvalidInput, StartupError
-from rose.proto.address import parse_address
-from rose.server.card import model_card
-from rose.server.listener import Listener
-from rose.server.run import Serving, build_reactor, warm_up
+from rose.server.run import Serving, warm_up
 from rose.server.selfcheck import self_check
 from tests.server.by_hand import by_hand, cosine, random_sequences
+from tests.server.served import BUDGETS, Served
 from tests.support.tiny_checkpoints import tiny_bert, tiny_qwen3
-
-BUDGETS = EngineConfig(online_tokens=256, bulk_tokens=512, max_tokens=128, max_sequences=16)
-
-
-class Served:
-    """A model folder behind the real engine, on both kinds of socket one after the other."""
-
-    def __init__(self, path, address: str) -> None:
-        self.folder = read_model_folder(path)
-        self.model = load_model(self.folder)
-        self.engine = build_engine(self.model, BUDGETS, num_threads=1)
-        self_check(self.engine, self.model)
-        listener = Listener(parse_address(address))
-        self.address = str(listener.address)
-        names = {"served_name": "tiny", "dtype": "float32", "device": "cpu", "backend": "auto"}
-        card = model_card(self.folder, self.model, BUDGETS, ServerConfig(), **names)
-        self.reactor = build_reactor(
-            self.engine, self.model, card, listener, BUDGETS, ServerConfig(), torch.device("cpu")
-        )
-        self.reactor.listen()
-        self.thread = threading.Thread(target=self.reactor.run, daemon=True)
-        self.thread.start()
-
-    def by_hand(self, ids, output: str) -> np.ndarray:
-        return by_hand(self.model, ids, output)
-
-    def close(self) -> None:
-        self.reactor.stop()
-        self.reactor.stop()
-        self.thread.join(10)
-        self.engine.close()
 
 
 @pytest.fixture(scope="module", params=["tcp", "unix"])
@@ -76,7 +41,7 @@ def test_two_hundred_sequences_in_order_and_right(bert):
         result = client.embed(sequences)
     assert result.timing.batches > 10
     for ids, row in zip(sequences, result.vectors, strict=True):
-        assert cosine(row, bert.by_hand(ids, "dense")) > 0.999999
+        assert cosine(row, by_hand(bert.model, ids, "dense")) > 0.999999
 
 
 def test_singles_and_batches_agree_over_the_wire(bert):
@@ -107,7 +72,7 @@ def test_integer_outputs_travel_as_integers(pplx):
     assert result.outputs["int8"].dtype == np.int8
     assert result.outputs["binary"].dtype == np.uint8
     for i, ids in enumerate(sequences):
-        difference = result.outputs["int8"][i].astype(int) - pplx.by_hand(ids, "int8").astype(int)
+        difference = result.outputs["int8"][i].astype(int) - by_hand(pplx.model, ids, "int8").astype(int)
         assert np.abs(difference).max() <= 1, "one step of the grid, where a value lies on its edge"
         assert (result.outputs["int8"][i] != 0).any()
 
@@ -133,6 +98,7 @@ def test_the_card_describes_the_folder(bert):
     assert (card.hidden_size, card.max_tokens, card.max_batch_tokens) == (64, 128, 512)
     assert card.tokenizer_sha256.hex() == bert.folder.tokenizer_sha256
     assert (card.pooling, card.causal, card.device, card.dtype) == ("mean", False, "cpu", "float32")
+    assert card.backend == "torch_sdpa", "what serves, not what was asked for"
 
 
 def test_counters_of_the_engine_are_in_the_stats(bert):

@@ -431,7 +431,10 @@ def test_info_is_the_model_card():
             ("plain", 8, False, False),
             ("unit", 8, False, True),
         ]
-        assert card.outputs[4].unavailable == "sparse_linear.pt is missing"
+        cards = {output.name: output for output in card.outputs}
+        assert cards["sparse"].unavailable == "sparse_linear.pt is missing"
+        kinds = [(cards[name].kind, cards[name].skip_tokens) for name in ("plain", "weights", "score", "late")]
+        assert kinds == [("vector", 0), ("weights", 0), ("score", 0), ("vector", 1)]
 
 
 # Ending

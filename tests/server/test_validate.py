@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rose.engine.request import Priority
 from rose.errors import InvalidInput, PayloadTooLarge, RoseError, UnknownModel, Unsupported
 from rose.proto import rose_pb2 as pb
+from rose.proto.annotations import spans_to_proto
 from rose.proto.convert import tokens_to_proto
 from rose.server.validate import Limits, validate
 from tests.server.fake_engine import DIMENSION, OUTPUTS
@@ -95,8 +96,9 @@ def test_an_answer_that_fits_no_frame():
     with pytest.raises(PayloadTooLarge) as caught:
         validate(message, replace(LIMITS, max_answer_bytes=400))
     error = caught.value
-    size = 40 * 3 * 4 + 2 * 4 * DIMENSION * 4
-    assert error.message.startswith(f"the answer would have {size} bytes, over the limit of 400")
+    splits = 5 * 5  # of the four items of the per-token output, at most five bytes each
+    size = 40 * 3 * 4 + splits + 2 * 4 * DIMENSION * 4
+    assert error.message.startswith(f"the answer would have {size} bytes, over the limit of 400 (--max-payload)")
     assert "send fewer items" in error.message
 
 
@@ -117,9 +119,10 @@ def test_texts_are_a_gateways_business():
 
 
 def test_outputs_unknown_and_unavailable():
+    """Report C110 (FlagEmbedding#550): weights of a head that was not loaded are refused, not made up."""
     error = refused(request([1], outputs=["plain", "dense"]), InvalidInput)
     assert error.param == "outputs"
-    assert "no output 'dense', it has: int8, plain, sparse, tokens, unit" in error.message
+    assert "no output 'dense', it has: int8, late, plain, score, sparse, tokens, unit, weights" in error.message
     assert "sparse_linear.pt is missing" in refused(request([1], outputs=["sparse"]), InvalidInput).message
 
 
@@ -137,6 +140,87 @@ def test_dimensions_that_make_no_sense():
     assert "int8" in refused(request([1], dimensions=2, outputs=["plain", "int8"]), InvalidInput).message
     assert "per-token" in refused(request([1], dimensions=2, outputs=["tokens"]), InvalidInput).message
     validate(request([1], dimensions=4, outputs=["int8"]), LIMITS)
+
+
+@pytest.mark.parametrize(("output", "words"), [("score", "is a score"), ("weights", "is lexical weights")])
+@pytest.mark.parametrize("dimensions", [1, 2])
+def test_scores_and_weights_have_no_dimensions(output, words, dimensions):
+    error = refused(request([1], outputs=[output], dimensions=dimensions), InvalidInput)
+    assert error.param == "dimensions"
+    assert words in error.message
+    validate(request([1], outputs=[output]), LIMITS)
+
+
+def int32(*values) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def test_token_types_lie_beside_the_ids():
+    limits = replace(LIMITS, type_vocab_size=2)
+    message = request([1, 2, 3], [4], token_types=int32(0, 1, 1, 0).tobytes())
+    work = validate(message, limits)
+    assert [types.tolist() for types in work.token_types] == [[0, 1, 1], [0]]
+    assert validate(request([1]), limits).token_types is None
+
+
+@pytest.mark.parametrize(
+    ("types", "words", "index"),
+    [
+        ((0, 1), "hold 8 bytes, expected 4 for each of 3 ids", None),
+        ((0, 1, 2), r"token type 2 at position 0 is outside this model's token types 0..1", 1),
+        ((0, -1, 0), r"token type -1 at position 1 is outside", 0),
+    ],
+)
+def test_token_types_that_do_not_fit(types, words, index):
+    with pytest.raises(InvalidInput, match=words) as raised:
+        validate(request([1, 2], [3], token_types=int32(*types).tobytes()), replace(LIMITS, type_vocab_size=2))
+    assert (raised.value.param, raised.value.index) == ("token_types", index)
+
+
+def test_a_model_without_token_types_takes_zeros_only():
+    limits = replace(LIMITS, type_vocab_size=0)
+    validate(request([1, 2], token_types=int32(0, 0).tobytes()), limits)
+    with pytest.raises(InvalidInput, match=r"outside this model's token types 0\.\.0"):
+        validate(request([1, 2], token_types=int32(0, 1).tobytes()), limits)
+
+
+def spans(*items) -> pb.Spans:
+    return spans_to_proto([int32(*[bound for pair in pairs for bound in pair]).reshape(-1, 2) for pairs in items])
+
+
+def test_spans_of_each_item_and_what_their_answer_takes():
+    work = validate(request([1, 2, 3], [4], spans=spans([(0, 1), (1, 3)], []), outputs=["plain", "int8"]), LIMITS)
+    assert [bounds.tolist() for bounds in work.spans] == [[[0, 1], [1, 3]], []]
+    assert work.answer_bytes == 2 * (DIMENSION * 4 + 4) + 2 * 5 * 3
+    assert validate(request([1]), LIMITS).spans is None
+
+
+@pytest.mark.parametrize(
+    ("message", "words", "index"),
+    [
+        (request([1, 2], spans=spans([(0, 3)])), r"span 0 of item 0 is 0\.\.3: .* <= 2", 0),
+        (request([1], [1, 2], spans=spans([], [(0, 1), (2, 1)])), r"span 1 of item 1 is 2\.\.1", 1),
+        (request([1], [2], spans=spans([(0, 1)])), "counts for 1 items, the request has 2", None),
+        (request([1], spans=pb.Spans(counts=[1], bounds=bytes(4))), "the message holds 4 bytes, not 8 a span", None),
+        (request([1], spans=spans([(0, 1)]), outputs=["weights"]), "'weights' is per token", None),
+        (request([1], spans=spans([(0, 1)]), outputs=["plain", "score"]), "'score' scores whole sequences", None),
+    ],
+)
+def test_spans_that_make_no_sense(message, words, index):
+    with pytest.raises(InvalidInput, match=words) as raised:
+        validate(message, LIMITS)
+    assert (raised.value.param, raised.value.index) == ("spans", index)
+
+
+def test_spans_are_counted_before_they_are_computed():
+    """Report C153 (ai-gateway#1209): a short sequence may ask for any number of rows."""
+    message = request([1] * 10, spans=spans([(0, 10)] * 1000))
+    with pytest.raises(PayloadTooLarge, match=f"{1000 * DIMENSION * 4 + 10} bytes, over the limit of 1000"):
+        validate(message, LIMITS)
+
+
+def test_tokens_without_a_row_are_not_counted():
+    assert validate(request([1] * 5, [1], outputs=["late"]), LIMITS).answer_bytes == 4 * 2 * 4 + 5 * 3
 
 
 def test_a_priority_from_the_future():
