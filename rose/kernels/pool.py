@@ -69,7 +69,7 @@ def finish_ref(pooled: Tensor, how: Finish) -> Tensor:
     if how == "tanh_int8":
         return (pooled.tanh() * 127).round().clamp(-128, 127).to(torch.int8)
     if how == "sign_bits":
-        bits = (pooled >= 0).view(*pooled.shape[:-1], -1, 8).to(torch.uint8)
+        bits = (pooled >= 0).unflatten(-1, (pooled.shape[-1] // 8, 8)).to(torch.uint8)
         weights: Tensor = 2 ** torch.arange(8, device=pooled.device, dtype=torch.uint8)
         packed: Tensor = (bits * weights).sum(-1, dtype=torch.uint8)
         return packed
@@ -255,8 +255,9 @@ def finish_triton(pooled: Tensor, how: Finish) -> Tensor:
     B, D = pooled.shape
     _check(D, how)
     out = _finished_like(B, D, how, pooled.device)
-    block = max(8, next_power_of_2(D))
-    launch(_finish, (B,), pooled, out, D=D, BD=block, HOW=how, device=pooled.device, warps=row_warps(D))
+    if B:
+        block = max(8, next_power_of_2(D))
+        launch(_finish, (B,), pooled, out, D=D, BD=block, HOW=how, device=pooled.device, warps=row_warps(D))
     return out
 
 

@@ -71,6 +71,42 @@ def test_pool_finish(place, mode, how):
         assert (x[wrong].abs() < 1e-6).all()
 
 
+SPANS = [(0, 1), (1, 4), (4, 90), (3, 3), (4, 5), (90, 154), (2, 163), (154, 164), (0, 0)]
+
+
+@pytest.mark.parametrize("width", [72, 384])
+def test_pool_spans(place, width):
+    """Spans that touch, overlap, cross sequences or are empty; the rows of NaN behind them are never read."""
+    hidden, _, bounds = packed(place, width)
+    assert bounds[-1] == 164
+    spans = torch.tensor(SPANS, dtype=torch.int32, device=place.device)
+    rows = [hidden[a:b].double().mean(0) if b > a else hidden.new_zeros(width).double() for a, b in SPANS]
+    for out in (rooms.pool_spans_triton(hidden, spans), rooms.pool_spans_ref(hidden, spans)):
+        assert out.dtype == torch.float32
+        torch.testing.assert_close(out.double(), torch.stack(rows), rtol=1e-5, atol=1e-6)
+        assert not out[[3, 8]].any()
+
+
+def test_no_span_at_all(place):
+    hidden, _, _ = packed(place, 72)
+    spans = torch.empty(0, 2, dtype=torch.int32, device=place.device)
+    for out in (rooms.pool_spans_triton(hidden, spans), rooms.pool_spans_ref(hidden, spans)):
+        assert out.shape == (0, 72)
+        assert rooms.finish_triton(out, "sign_bits").shape == rooms.finish_ref(out, "sign_bits").shape == (0, 9)
+
+
+def test_pool_spans_on_this_machine():
+    """The plain form, which is what the CPU runs: a large neighbour does not cost a small span its digits."""
+    hidden = torch.randn(164, 40)
+    hidden[:3] *= 1e8
+    spans = torch.tensor(SPANS, dtype=torch.int32)
+    rows = [hidden[a:b].double().mean(0) if b > a else torch.zeros(40).double() for a, b in SPANS]
+    out = rooms.pool_spans(hidden, spans).double()
+    apart = [i for i, (a, _) in enumerate(SPANS) if a > 2]
+    torch.testing.assert_close(out[apart], torch.stack(rows)[apart], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out, torch.stack(rows), rtol=1e-5, atol=1e2)
+
+
 @pytest.mark.parametrize("how", ["l2", "tanh_int8", "sign_bits"])
 def test_finish(place, how):
     pooled = torch.randn(6, 200, device=place.device) * 2

@@ -270,7 +270,9 @@ def flag_model(path):
     name = "transformers.modeling_attn_mask_utils"
     if importlib.util.find_spec(name) is None and name not in sys.modules:
         stub = types.ModuleType(name)
-        stub.AttentionMaskConverter = stub._prepare_4d_causal_attention_mask = None
+        stub.AttentionMaskConverter = None
+        for kind in ("attention_mask", "causal_attention_mask", "causal_attention_mask_for_sdpa"):
+            setattr(stub, f"_prepare_4d_{kind}", lambda *_: None)
         sys.modules[name] = stub
     from FlagEmbedding import BGEM3FlagModel
 
