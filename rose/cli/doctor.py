@@ -85,16 +85,26 @@ def _cuda_facts(index: int) -> str:
 
 
 def _backend_lines(device: torch.device) -> Iterator[str]:
-    """Which attention backends would serve a BGE-M3-shaped encoder on `device`, and why the others would not."""
+    """Which attention backends agree with the fp64 reference on `device`, for the two shapes most served."""
     import torch
 
-    from rose.attention_backends.base import AttentionSpec, available_backends
+    from rose.attention_backends.base import AttentionSpec
+    from rose.attention_backends.check import check_backends
 
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    spec = AttentionSpec(
-        num_heads=16, num_kv_heads=16, head_dim=64, dtype=dtype, device=device, causal=False, scale=64**-0.5
-    )
-    found = available_backends(spec)
-    yield f"attention on {device} (16 heads of 64, {str(dtype).removeprefix('torch.')}, bidirectional, ragged)"
-    for name, backend in found.items():
-        yield f"  {name:<17} " + (f"no: {backend}" if isinstance(backend, str) else "yes")
+    for heads, kv_heads, head_dim, who in ((16, 16, 64, "BGE-M3"), (16, 8, 128, "Qwen3-0.6B, pplx-embed 0.6b")):
+        spec = AttentionSpec(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            device=device,
+            causal=False,
+            scale=head_dim**-0.5,
+        )
+        yield (
+            f"attention on {device}, checked against fp64: {heads} heads over {kv_heads} of {head_dim}, "
+            f"{str(dtype).removeprefix('torch.')}, bidirectional, ragged ({who})"
+        )
+        for name, reason in check_backends(spec).items():
+            yield f"  {name:<17} " + ("ok" if reason is None else f"no: {reason}")
