@@ -1,0 +1,186 @@
+"""What a folder says of scoring pairs: which head, how the pair is written, labels, activation, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from rose.config import read_model_folder
+from rose.errors import CheckpointError
+from tests.support.tiny_checkpoints import edit_json, read_json, tiny_bert, tiny_qwen3, write_json
+from tests.support.tiny_families import (
+    tiny_cross_encoder_bert,
+    tiny_cross_encoder_xlmr,
+    tiny_qwen3_classifier,
+    tiny_qwen3_embedding,
+    tiny_qwen3_reranker,
+)
+
+
+@pytest.mark.parametrize("make", [tiny_cross_encoder_bert, tiny_cross_encoder_xlmr])
+def test_cross_encoder(tmp_path, make):
+    folder = read_model_folder(make(tmp_path / "m"))
+    reranker = folder.reranker
+    assert (reranker.form, reranker.head, reranker.labels) == ("pair", "pooled", ("LABEL_0",))
+    assert (reranker.activation, reranker.activation_source) == ("sigmoid", "default for one label")
+    assert (folder.pooling, folder.dimension, folder.token_heads) == (None, 1, ())
+
+
+def test_two_labels_are_what_silence_means(tmp_path):
+    """Report C106 (agentmemory#724): no softmax over one logit, no sigmoid over two: the labels are told."""
+    path = tiny_cross_encoder_bert(tmp_path / "m", labels=2)
+    assert "id2label" not in read_json(path / "config.json")
+    reranker = read_model_folder(path).reranker
+    assert reranker.labels == ("LABEL_0", "LABEL_1")
+    assert (reranker.activation, reranker.activation_source) == ("none", "default for several labels")
+
+
+def test_label_names(tmp_path):
+    path = tiny_cross_encoder_bert(tmp_path / "m", labels=3)
+    edit_json(path / "config.json", id2label={"2": "entailment", "0": "contradiction", "1": "neutral"})
+    assert read_model_folder(path).reranker.labels == ("contradiction", "neutral", "entailment")
+    edit_json(path / "config.json", id2label={"1": "a", "2": "b"})
+    with pytest.raises(CheckpointError, match="id2label does not number its labels 0, 1, 2"):
+        read_model_folder(path)
+
+
+IDENTITY, SIGMOID = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Sigmoid"
+
+
+@pytest.mark.parametrize(
+    ("file", "value", "source"),
+    [
+        (
+            "config_sentence_transformers.json",
+            {"model_type": "CrossEncoder", "activation_fn": IDENTITY},
+            "activation_fn",
+        ),
+        ("config.json", {"sentence_transformers": {"activation_fn": IDENTITY}}, "activation_fn"),
+        ("config.json", {"sbert_ce_default_activation_function": IDENTITY}, "sbert_ce_default_activation_function"),
+    ],
+)
+def test_activation_in_each_of_its_places(tmp_path, file, value, source):
+    path = tiny_cross_encoder_bert(tmp_path / "m")
+    old = read_json(path / file) if (path / file).exists() else {}
+    write_json(path / file, old | value)
+    reranker = read_model_folder(path).reranker
+    assert (reranker.activation, reranker.activation_source) == ("none", f"{file}: {source}")
+
+
+@pytest.mark.parametrize("name", ["my_code.Sigmoid", "torch.nn.modules.activation.Tanh"])
+def test_other_activations_are_refused(tmp_path, name):
+    path = tiny_cross_encoder_bert(tmp_path / "m", config={"sbert_ce_default_activation_function": name})
+    with pytest.raises(CheckpointError, match=f"'{name}' is not served; there are Sigmoid, Identity"):
+        read_model_folder(path)
+
+
+def test_template_is_kept_verbatim(tmp_path):
+    """The two line ends behind the closed thought are the token that is scored; template engines strip one of them."""
+    reranker = read_model_folder(tiny_qwen3_reranker(tmp_path / "m")).reranker
+    assert reranker.prefix.startswith("<|im_start|>system\nJudge whether the Document meets the requirements based on ")
+    assert reranker.prefix.endswith('Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n')
+    assert reranker.suffix == "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    task = "Given a web search query, retrieve relevant passages that answer the query"
+    assert reranker.body("a {b}", "c\n") == f"<Instruct>: {task}\n<Query>: a {{b}}\n<Document>: c\n"
+    assert reranker.body("q", "d", "Find it") == "<Instruct>: Find it\n<Query>: q\n<Document>: d"
+    assert reranker.body("q", "d", "") == "<Instruct>: \n<Query>: q\n<Document>: d"
+
+
+def test_instruction_of_the_folder(tmp_path):
+    path = tiny_qwen3_reranker(tmp_path / "m")
+    edit_json(path / "config_sentence_transformers.json", prompts={"mine": "Find the law"}, default_prompt_name="mine")
+    assert read_model_folder(path).reranker.instruction == "Find the law"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "reading", "source"),
+    [
+        ({}, "m", {}, "1_LogitScore/config.json"),
+        ({"logit_score": False}, "Qwen3-Reranker-0.6B", {}, "the name Qwen3-Reranker"),
+        ({"logit_score": False}, "m", {"task": "rerank"}, "the caller's choice"),
+        (
+            {"logit_score": False, "config": {"_name_or_path": "Qwen/Qwen3-Reranker-4B"}},
+            "m",
+            {},
+            "the name Qwen3-Reran",
+        ),
+    ],
+)
+def test_what_makes_a_language_model_a_reranker(tmp_path, arguments, name, reading, source):
+    reranker = read_model_folder(tiny_qwen3_reranker(tmp_path / name, **arguments), **reading).reranker
+    assert (reranker.form, reranker.head, reranker.labels) == ("template", "yes_no", ("yes",))
+    assert reranker.source.startswith(source)
+    assert None not in (reranker.yes_id, reranker.no_id)
+
+
+def test_a_language_model_that_says_nothing_is_no_reranker(tmp_path):
+    path = tiny_qwen3_reranker(tmp_path / "m", logit_score=False)
+    with pytest.raises(CheckpointError, match=r"does not say how tokens are pooled .* or say --task rerank"):
+        read_model_folder(path)
+    assert read_model_folder(tiny_qwen3_embedding(tmp_path / "Qwen3-Reranker-lookalike")).reranker is None
+
+
+def test_embedder_of_a_reranker(tmp_path):
+    folder = read_model_folder(
+        tiny_qwen3_reranker(tmp_path / "Qwen3-Reranker", logit_score=False), task="embed", pooling="last"
+    )
+    assert folder.reranker is None
+    assert folder.pooling.modes == ("last",)
+
+
+def test_converted_classifier_says_how_its_pair_is_written(tmp_path):
+    path = tiny_qwen3_classifier(tmp_path / "m")
+    with pytest.raises(CheckpointError, match=r"does not say how a pair is written; settle it with --rerank-template"):
+        read_model_folder(path)
+    assert read_model_folder(path, template="none").reranker.form == "pair"
+    templated = read_model_folder(path, template="qwen3").reranker
+    assert (templated.form, templated.head) == ("template", "last")
+    named = read_model_folder(tiny_qwen3_classifier(tmp_path / "Qwen3-Reranker-0.6B-seq-cls")).reranker
+    assert (named.form, named.suffix) == ("template", templated.suffix)
+    judge = "Judge whether the Document meets the requirements based on the Query and the Instruct provided."
+    edit_json(path / "tokenizer_config.json", chat_template=[{"name": "default", "template": judge}])
+    assert read_model_folder(path).reranker.form == "template"
+
+
+@pytest.mark.parametrize(
+    ("make", "reading", "words"),
+    [
+        (tiny_bert, {"task": "rerank"}, "BertModel has no head that scores a pair: neither a classifier nor"),
+        (tiny_qwen3, {"task": "rerank"}, "the vocabulary has no token 'yes', which the score is read from"),
+        (tiny_qwen3_reranker, {"template": "none"}, "yes or no needs a template; leave --rerank-template out"),
+        (tiny_qwen3_reranker, {"template": "llama"}, "rerank template 'llama' is not served; there are qwen3, none"),
+    ],
+)
+def test_refusals(tmp_path, make, reading, words):
+    """Report C101 (llama.cpp#25447): no usable head, no rerank, and a reason."""
+    with pytest.raises(CheckpointError, match=words):
+        read_model_folder(make(tmp_path / "m"), **reading)
+
+
+def test_logit_score_behind_pooling_is_refused(tmp_path):
+    path = tiny_qwen3_reranker(tmp_path / "m")
+    modules = read_json(path / "modules.json")
+    modules.insert(1, {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"})
+    write_json(path / "modules.json", modules)
+    write_json(path / "1_Pooling/config.json", {"pooling_mode": "mean"})
+    with pytest.raises(CheckpointError, match="a LogitScore module behind anything but a Transformer is not served"):
+        read_model_folder(path)
+
+
+def test_logit_score_without_a_language_model_head(tmp_path):
+    """A folder of a bare backbone cannot give logits, whatever its modules promise."""
+    path = tiny_qwen3_reranker(tmp_path / "m")
+    edit_json(path / "config.json", architectures=["Qwen3Model"])
+    with pytest.raises(CheckpointError, match="Qwen3Model has no head that scores a pair"):
+        read_model_folder(path)
+
+
+def test_reading_needs_no_torch(tmp_path):
+    path = tiny_qwen3_reranker(tmp_path / "m")
+    code = (
+        "import sys; from rose.config import read_model_folder; "
+        f"assert read_model_folder({str(path)!r}).reranker; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
