@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 SMALLEST_LENGTH_BOUND = 64
+# Keys of single sequences kept.
+MAX_REMEMBERED = 1 << 16
 
 
 class GraphKey(NamedTuple):
@@ -47,6 +49,7 @@ class Buckets:
         self._bounds = _length_bounds(max_tokens)
         # Dummies come on top of the real sequences: two steps more than the most real ones leave room for them.
         self._sequences = _sequence_steps(2 * max_sequences)
+        self._singles: dict[tuple[int, tuple[str, ...], bool, bool], GraphKey] = {}
 
     def key(
         self, lengths: Sequence[int], outputs: tuple[str, ...], *, token_types: bool = False, spans: bool = False
@@ -56,6 +59,18 @@ class Buckets:
         Args:
             spans: rows of its outputs are spans, of which any number may come: it keeps its own shape.
         """
+        if len(lengths) > 1:
+            return self._key(lengths, outputs, token_types, spans)
+        # Single queries come in a few hundred lengths, again and again.
+        asked = (lengths[0], outputs, token_types, spans)
+        key = self._singles.get(asked)
+        if key is None:
+            if len(self._singles) >= MAX_REMEMBERED:
+                self._singles.clear()
+            key = self._singles[asked] = self._key(lengths, outputs, token_types, spans)
+        return key
+
+    def _key(self, lengths: Sequence[int], outputs: tuple[str, ...], token_types: bool, spans: bool) -> GraphKey:
         tokens, sequences = sum(lengths), len(lengths)
         bound = self._bounds[bisect_left(self._bounds, max(lengths))]
         fit = None if spans else self._smallest_fit(tokens, sequences, bound)

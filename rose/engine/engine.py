@@ -120,7 +120,7 @@ class Engine:
             flight already and are to be ignored. Empty: nothing to do now, see `wake_at`.
         """
         now = self._clock()
-        results = []
+        results: list[StepResult] = []
         if dropped := self._scheduler.expire(now):
             self.metrics.expired_requests += len(dropped)
             results.append(StepResult(dropped=dropped))
@@ -218,6 +218,8 @@ class Engine:
         self._executor.close()
 
     def _launch_at(self) -> float:
+        if not len(self._pipeline):
+            return -math.inf
         return self._pipeline.launch_at(full=self._scheduler.full, single_waits=self._scheduler.single_waits)
 
     def _launched(self, work: Work) -> StepResult:

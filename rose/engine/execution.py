@@ -94,9 +94,14 @@ def expected_end_after(previous: Ticket[object] | None, seconds: float | None) -
 class DoneTicket(Generic[T]):
     """A ticket that is settled by hand: the CPU worker's, and of launches that failed before they started."""
 
+    __slots__ = ("_callbacks", "_done", "_error", "_lock", "_pending", "_seconds", "_value", "expected_end")
+
     def __init__(self, expected_end: float | None = None) -> None:
         self.expected_end = expected_end
-        self._done = threading.Event()
+        # A lock that is held until the end: threading.Event does the same at three times the price, for every batch.
+        self._pending = threading.Lock()
+        self._pending.acquire()
+        self._done = False
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         self._value: T
@@ -120,7 +125,8 @@ class DoneTicket(Generic[T]):
     def _finish(self, seconds: float | None) -> None:
         self._seconds = seconds
         with self._lock:
-            self._done.set()
+            self._done = True
+        self._pending.release()
         for callback in self._callbacks:
             try:
                 callback()
@@ -129,13 +135,15 @@ class DoneTicket(Generic[T]):
         self._callbacks.clear()
 
     def ready(self) -> bool:
-        return self._done.is_set()
+        return self._done
 
     def wait(self) -> None:
-        self._done.wait()
+        if not self._done:
+            with self._pending:
+                pass
 
     def result(self) -> T:
-        self._done.wait()
+        self.wait()
         if self._error is not None:
             raise self._error
         return self._value
@@ -145,7 +153,7 @@ class DoneTicket(Generic[T]):
 
     def on_done(self, callback: Callable[[], None]) -> None:
         with self._lock:
-            if not self._done.is_set():
+            if not self._done:
                 self._callbacks.append(callback)
                 return
         callback()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rose.engine.buckets import GraphKey
 from rose.engine.estimate import Durations
@@ -21,8 +21,7 @@ LEAD_SECONDS = 0.3e-3
 LEAD_FRACTION = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class _InFlight:
+class _InFlight(NamedTuple):
     ticket: Ticket[object]
     key: GraphKey
     launched_at: float

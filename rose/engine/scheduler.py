@@ -30,6 +30,8 @@ LOOK_PAST = 8
 PARTS = 4
 # Batches class BULK may be passed over before it gets one part: it yields, but never starves.
 BULK_PATIENCE = 16
+# Lanes of a class that are kept although nothing waits in them; a lane for each set of outputs somebody once asked for.
+MAX_LANES = 32
 
 
 class LaneKey(NamedTuple):
@@ -49,15 +51,14 @@ class Lane:
         self._closed = 0
 
     def first(self) -> OpenRequest | None:
-        while self.ring and self.ring[0].closed:
-            self.ring.popleft()
+        ring = self.ring
+        while ring:
+            request = ring[0]
+            if not request.closed:
+                return request
+            ring.popleft()
             self._closed -= 1
-        return self.ring[0] if self.ring else None
-
-    def pop(self) -> OpenRequest:
-        """The first request, which must be known to exist."""
-        self.first()
-        return self.ring.popleft()
+        return None
 
     def forget_one(self) -> None:
         """One request in the ring was closed. Searching for it would cost O(n): they are swept out by the half."""
@@ -92,15 +93,19 @@ class Draft:
         room, places = self._max_tokens - self.tokens, self._max_sequences - self.sequences
         part, part_places = -(-self._max_tokens // divisor), -(-self._max_sequences // divisor)
         first, ends = request.next, request.ends
-        stop = bisect_right(ends, ends[first] + min(room, part), lo=first) - 1
-        if stop == first and (request.lengths[first] <= room or not self.runs):
-            stop = first + 1
-        stop = min(stop, first + min(places, part_places))
+        most = first + min(places, part_places)
+        end = ends[first] + min(room, part)
+        if end >= ends[-1] and most >= len(request.lengths):
+            stop = len(request.lengths)
+        else:
+            stop = bisect_right(ends, end, lo=first) - 1
+            if stop == first and (request.lengths[first] <= room or not self.runs):
+                stop = first + 1
+            stop = min(stop, most)
         if stop > first:
-            run = request.take(stop)
-            self.runs.append(run)
-            self.tokens += len(run.ids)
-            self.sequences += len(run.lengths)
+            self.runs.append(request.take(stop))
+            self.tokens += ends[stop] - ends[first]
+            self.sequences += stop - first
         return stop > first and room >= part and places >= part_places
 
 
@@ -164,8 +169,8 @@ class Scheduler:
         check_ids(opened, self._vocab_size)
         self._open[request.id] = opened
         self._lane_of(opened).ring.append(opened)
-        self.queued_tokens += opened.tokens_left
-        self.queued_sequences += opened.sequences_left
+        self.queued_tokens += opened.ends[-1]
+        self.queued_sequences += len(lengths)
         self._singles += single
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, opened.serial, request.id))
@@ -228,10 +233,10 @@ class Scheduler:
 
     def _fill(self, draft: Draft, lane: Lane, turns: int | None = None) -> None:
         cut_short: list[OpenRequest] = []
-        while not draft.full and turns != 0 and len(cut_short) < LOOK_PAST and lane.first() is not None:
-            request = lane.pop()
+        while turns != 0 and len(cut_short) < LOOK_PAST and not draft.full and (request := lane.first()) is not None:
+            lane.ring.popleft()
             had_its_part = draft.take(request, 1 if request.single or not self._singles else PARTS)
-            if not request.sequences_left:
+            if request.next == len(request.lengths):
                 self._close(request)
             elif had_its_part:
                 request.turn = self._next_serial()
@@ -239,14 +244,20 @@ class Scheduler:
             else:
                 cut_short.append(request)
             turns = None if turns is None else turns - 1
-        lane.ring.extendleft(reversed(cut_short))
+        if cut_short:
+            lane.ring.extendleft(reversed(cut_short))
 
     def _next_lane(self, priority: Priority) -> Lane | None:
         lanes = self._lanes[priority]
-        turns = {key: first.turn for key, lane in lanes.items() if (first := lane.first()) is not None}
-        for key in lanes.keys() - turns.keys():
-            del lanes[key]
-        return lanes[min(turns, key=turns.__getitem__)] if turns else None
+        best: Lane | None = None
+        turn = 0
+        for lane in lanes.values():
+            first = lane.first()
+            if first is not None and (best is None or first.turn < turn):
+                best, turn = lane, first.turn
+        if len(lanes) > MAX_LANES:
+            self._lanes[priority] = {key: lane for key, lane in lanes.items() if lane.ring}
+        return best
 
     def _lane_of(self, request: OpenRequest) -> Lane:
         key = LaneKey(request.outputs, request.spans is not None, request.alone)

@@ -157,13 +157,16 @@ class Staging:
         if layout.sequences > len(lengths):
             dummies = dummy_lengths(key, real, len(lengths))
             lengths, ends = lengths + dummies, ends + tuple(accumulate(dummies, initial=real))[1:]
-        positions, boundaries = packed[row : row + tokens], packed[layout.boundaries :][: len(ends)]
-        boundaries[:] = ends
-        positions[:] = self._ramp_of(tokens)
+        packed[layout.boundaries : layout.boundaries + len(ends)] = ends
+        packed[row : row + tokens] = self._ramp_of(tokens)
         if len(lengths) > 1:
-            positions -= np.repeat(boundaries[:-1], lengths)
-        _put([run.ids for run in work.runs], packed[:real])
-        packed[real:tokens] = self._pad_id
+            packed[row : row + tokens] -= np.repeat(np.array(ends[:-1], dtype=np.int32), lengths)
+        if len(work.runs) == 1:
+            packed[:real] = work.runs[0].ids
+        else:
+            np.concatenate([run.ids for run in work.runs], out=packed[:real])
+        if real < tokens:
+            packed[real:tokens] = self._pad_id
         if layout.token_types:
             self._fill_types(packed[2 * row : 2 * row + tokens], work)
         if layout.spans:
@@ -199,11 +202,3 @@ class Staging:
         if len(self._ramp) < tokens:
             self._ramp = np.arange(1 << (tokens - 1).bit_length(), dtype=np.int32)
         return self._ramp[:tokens]
-
-
-def _put(arrays: list[npt.NDArray[np.int32]], out: npt.NDArray[np.int32]) -> None:
-    """One after another."""
-    if len(arrays) == 1:
-        out[:] = arrays[0]
-    else:
-        np.concatenate(arrays, out=out)
