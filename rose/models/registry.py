@@ -71,7 +71,7 @@ def _qwen3(
         classifier="last" if classifiers else "",
         attention=attention,
         dtypes=("float32", "bfloat16"),
-        refused="its residual stream grows past 65504, where float16 ends, and rows become NaN",
+        refused="activations of this family outgrow it (65504 is its largest number), and rows become NaN",
         oracles=oracles,
     )
 

@@ -21,7 +21,7 @@ def test_half_precision_that_overflows_is_refused_by_name(tmp_path, make):
     """Report C25 (infinity#328): "5.2" on a decoder in fp16 came back as null, silently."""
     folder = read_model_folder(make(tmp_path / "m"))
     name = folder.architecture.architecture
-    words = f"{name} is not served in float16: its residual stream grows past 65504.*use bfloat16 or float32"
+    words = f"{name} is not served in float16: activations of this family outgrow it.*use bfloat16 or float32"
     with pytest.raises(CheckpointError, match=words):
         load_model(folder, dtype=torch.float16)
 
