@@ -136,7 +136,8 @@ def test_doctor_reports_versions_threads_and_a_reason_for_every_missing_backend(
     assert "threads " in out
     backends = [line for line in out.splitlines() if line.startswith("  ")]
     assert backends
-    assert all(line.endswith(" yes") or len(line.partition(" no: ")[2]) > 5 for line in backends)
+    assert all(line.endswith(" ok") or len(line.partition(" no: ")[2]) > 5 for line in backends)
+    assert any(line.split() == ["torch_sdpa", "ok"] for line in backends)
 
 
 @pytest.mark.parametrize(
