@@ -25,7 +25,7 @@ def served(monkeypatch):
     """Catches what `rose serve` hands to the gateway room: (folder, config, engine commands)."""
     calls = []
 
-    def serve(folder, config, engines, *, on_listening):
+    def serve(folder, config, engines, **_):
         calls.append((folder, config, [list(engine("unix:/s")) for engine in engines]))
         return 0
 

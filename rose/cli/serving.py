@@ -74,6 +74,7 @@ def add_gateway(commands: Commands) -> None:
     )
     add_model(parser)
     _add_front(parser)
+    add_reading(parser.add_argument_group("model, as its engines were started"))
     parser.add_argument("--replica", nargs="+", required=True, metavar="ADDRESS", help="host:port or unix:/path")
 
 
@@ -111,7 +112,7 @@ def _serve(options: argparse.Namespace) -> int:
     _log_to_stderr(options.log_level)
     folder = resolve_model(options)
     engines = [engine_command(folder, _engine_arguments(options, device)) for device in options.device]
-    return serve(folder, _front_config(options, ()), engines, on_listening=_announce)
+    return serve(folder, _front_config(options, ()), engines, reading=_reading(options), on_listening=_announce)
 
 
 def _gateway(options: argparse.Namespace) -> int:
@@ -119,7 +120,12 @@ def _gateway(options: argparse.Namespace) -> int:
 
     _log_to_stderr(options.log_level)
     config = _front_config(options, tuple(options.replica))
-    return run_front(config, resolve_model(options), on_listening=_announce)
+    return run_front(config, resolve_model(options), reading=_reading(options), on_listening=_announce)
+
+
+def _reading(options: argparse.Namespace) -> dict[str, Any]:
+    """What settles the reading of the folder: the front reads it as the engines do."""
+    return {"pooling": options.pooling, "causal": options.causal}
 
 
 def _front_config(options: argparse.Namespace, replicas: tuple[str, ...]) -> GatewayConfig:

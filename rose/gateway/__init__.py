@@ -1,4 +1,4 @@
-"""The front process ("Ivy"): text in, vectors out, over HTTP and gRPC; free of torch.
+"""The front process ("Ivy"): text in, vectors and scores out, over HTTP and gRPC; free of torch.
 
     run.py                 a front alone: listen, drain at SIGTERM
     supervise.py           a front and its engine processes as one thing
@@ -7,14 +7,21 @@
     lifecycle.py           takes requests or drains; how many are open
 
     asgi.py, app.py        one HTTP request; routes and the error boundary
+    json_body.py           a JSON body as a request type, or an error that names the field
     embeddings.py          POST /v1/embeddings; embedding_request.py reads it, vectors.py writes its numbers
+    forms.py               floats, bytes and bits; named_outputs.py several outputs side by side
+    rank_routes.py         POST /v1/rerank, /v1/score; rank_request.py reads them, schemas_rank.py has their types
     pages.py, openapi.py   health, readiness, models, metrics, the API document (schemas.py) and its page
     http_errors.py         the error table as OpenAI clients know it
     grpc_front.py          rose.v1.Rose, health and reflection
 
     service.py             checks, prompt, tokens, replicas: what every carrier shares
+    ranking.py             scores of pairs: methods.py which way, pairs.py both texts as one sequence, comparing.py
+                           each by itself; scoring.py the formulas; rank_job.py what goes in and out
+    facts.py               what the model's folder says of pairs and chunks
+    outputs.py             the outputs of a model card
     inputs.py              texts or token ids, told apart and checked
-    tokenizer.py           text to ids; control_tokens.py for text from strangers
+    tokenizer.py           text to ids; control_tokens.py for text from strangers, pair_layout.py for two texts
     replicas.py            who takes which part; replica.py one engine process; parts.py cutting and joining
     metrics.py             what is counted
 

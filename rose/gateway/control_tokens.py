@@ -6,7 +6,7 @@ pieces are replaced by what the model makes of their two halves. Knows ids; know
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -22,16 +22,17 @@ class ControlTokenSplitter:
 
     Args:
         tokenizer: neither padding nor cutting; it is changed, so it must be nobody else's.
+        also: added tokens that are taken apart although the file does not call them special.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, also: Collection[int] = ()) -> None:
         tokenizer.encode_special_tokens = True
         # The unknown token is marked special too, but stands for ordinary characters the vocabulary lacks.
         unknown = {token.id for token in tokenizer.model.tokenize(UNKNOWN)}
         self._halves = {
             number: _halves(tokenizer, token.content)
             for number, token in tokenizer.get_added_tokens_decoder().items()
-            if token.special and number not in unknown
+            if (token.special and number not in unknown) or number in also
         }
         self._control = np.array(sorted(self._halves), dtype=np.int32)
 

@@ -1,109 +1,117 @@
-"""The body and headers of an embeddings request, read and checked.
+"""The body of an embeddings request, read and checked into what to compute and how to write it.
 
-Knows JSON and the model card; knows neither text processing nor answers.
+Knows JSON values and the model card; knows neither text processing nor answers.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from typing import Any
+from dataclasses import dataclass
 
 import msgspec
 
-from rose.errors import InvalidInput, RoseError
-from rose.gateway.inputs import FIELD, parse_input, show
+from rose.errors import InvalidInput, Unsupported
+from rose.gateway.forms import Form, vector_form
+from rose.gateway.inputs import parse_input, show
+from rose.gateway.json_body import decode_body
+from rose.gateway.named_outputs import Named, check_kinds
+from rose.gateway.outputs import check_outputs, check_trained, output_cards
 from rose.gateway.schemas import EmbeddingRequest
 from rose.gateway.service import EmbedJob
-from rose.gateway.vectors import QUANTISED, check_quantised_dimensions
 from rose.proto import rose_pb2 as pb
-from rose.proto.frames import MAX_DEADLINE_MS
 
-TIMEOUT_HEADER = b"x-request-timeout-ms"
-_decode = msgspec.json.Decoder(EmbeddingRequest).decode
-_PRIORITIES: dict[str | None, pb.Priority.ValueType] = {None: pb.ONLINE, "online": pb.ONLINE, "bulk": pb.BULK}
-_AT = re.compile(r" - at `\$\.?([A-Za-z_]+)?.*`$")
-_MISSING = re.compile(r"required field `(\w+)`")
+PRIORITIES: dict[str | None, pb.Priority.ValueType] = {None: pb.ONLINE, "online": pb.ONLINE, "bulk": pb.BULK}
+_decoder = msgspec.json.Decoder(EmbeddingRequest)
 
 
-def make_job(request: EmbeddingRequest, card: pb.ModelCard, encoding: str, max_items: int, deadline: float) -> EmbedJob:
-    """Raises InvalidInput and PayloadTooLarge as parse_input does, and for dimensions that cannot be had."""
-    dimensions = request.dimensions
-    if dimensions is not None and dimensions < 1:
-        raise InvalidInput(f"dimensions of {show(dimensions)}: expected 1 or more, or null for all", param="dimensions")
-    quantised = QUANTISED.get(encoding)
-    if quantised is not None:
-        check_quantised_dimensions(dimensions or 0, encoding, card)
-    cut_to = request.truncate_prompt_tokens
-    if cut_to is None and request.truncate:
-        cut_to = -1
-    return EmbedJob(
-        input=parse_input(request.input, vocab_size=card.vocab_size, max_items=max_items),
-        outputs=() if quantised is None else (quantised,),
-        dimensions=0 if quantised is not None else dimensions or 0,  # quantised rows are cut here, afterwards
-        prompt_name=request.prompt_name,
-        cut_to=cut_to,
-        split_special_tokens=bool(request.split_special_tokens),
-        priority=_PRIORITIES[request.priority],
-        deadline=deadline,
-    )
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to compute, and how its answer is written.
 
+    Attributes:
+        cut: length that vectors still have to be cut to when they come; 0 where the engine does it, or nobody.
+        named: what the items carry, where the request says so.
+    """
 
-def timeout_s(header: bytes | None, default: float) -> float:
-    """Seconds a request may take. Raises InvalidInput unless the header is a whole number of milliseconds."""
-    if header is None:
-        return default
-    text = header.strip()
-    if not text.isdigit() or not 0 < int(text) <= MAX_DEADLINE_MS:
-        raise InvalidInput(
-            f"X-Request-Timeout-Ms is {header!r}: expected whole milliseconds, 1..{MAX_DEADLINE_MS}",
-            param="X-Request-Timeout-Ms",
-        )
-    return int(text) / 1000
+    job: EmbedJob
+    form: Form
+    cut: int
+    named: Named | None
 
 
 def decode_request(body: bytes) -> EmbeddingRequest:
     """Raises InvalidInput that names the field where there is one."""
-    try:
-        return _decode(body)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
-    except msgspec.DecodeError as error:
-        raise _malformed(body, str(error)) from None
-    except RecursionError:
-        raise InvalidInput("the JSON is nested too deeply") from None
+    return decode_body(_decoder, body)
 
 
-def _invalid(text: str) -> InvalidInput:
-    at = _AT.search(text) or _MISSING.search(text)
-    return InvalidInput(text[:1].lower() + text[1:], param=at.group(1) if at else None)
+def make_plan(request: EmbeddingRequest, card: pb.ModelCard, max_items: int, deadline: float, *, strict: bool) -> Plan:
+    """
+    Args:
+        strict: refuse dimensions the model was not trained for.
+
+    Raises:
+        InvalidInput, PayloadTooLarge: as parse_input does, and for a form, an output or dimensions that cannot be had.
+        Unsupported: a model whose default output is no vector a text.
+    """
+    form = vector_form(card, request.encoding_format, request.output_dtype)
+    dimensions = _dimensions(request, card, form, strict=strict)
+    named = _named(request, card, form)
+    if named is None:
+        _check_one_row_a_text(card, form)
+    outputs = named.sources() if named is not None else _sources(card, form)
+    # The engine cuts where all that it computes is to be cut.
+    cut = 0 if form.engine_cuts and outputs in ((), (form.source,)) else dimensions
+    cut_to = request.truncate_prompt_tokens
+    if cut_to is None and request.truncate:
+        cut_to = -1
+    job = EmbedJob(
+        input=parse_input(request.input, vocab_size=card.vocab_size, max_items=max_items),
+        outputs=outputs,
+        dimensions=0 if cut else dimensions,
+        prompt_name=request.prompt_name,
+        prompt=request.prompt,
+        cut_to=cut_to,
+        split_special_tokens=bool(request.split_special_tokens),
+        priority=PRIORITIES[request.priority],
+        deadline=deadline,
+    )
+    return Plan(job, form, cut, named)
 
 
-def _malformed(body: bytes, text: str) -> RoseError:
-    """Why the body is no JSON; a lone surrogate, which JSON's grammar allows, is named with its item."""
-    if b"\\ud" in body.lower():
-        index = _lone_surrogate(body)
-        if index is not None:
-            return InvalidInput(
-                "the text holds a lone surrogate, which is no Unicode text: send the pair, or leave it out",
-                param=FIELD,
-                index=index,
-            )
-    return InvalidInput(f"the body is no valid JSON: {text}")
+def _dimensions(request: EmbeddingRequest, card: pb.ModelCard, form: Form, *, strict: bool) -> int:
+    """0 for all of them."""
+    dimensions = request.dimensions
+    if dimensions is not None and dimensions < 1:
+        raise InvalidInput(f"dimensions of {show(dimensions)}: expected 1 or more, or null for all", param="dimensions")
+    if dimensions or form.dtype != "float32":
+        form.check(dimensions or 0)
+    if strict:
+        check_trained(card, dimensions or 0, form.dimension)
+    return dimensions or 0
 
 
-def _lone_surrogate(body: bytes) -> int | None:
-    try:
-        value: Any = json.loads(body)["input"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+def _named(request: EmbeddingRequest, card: pb.ModelCard, form: Form) -> Named | None:
+    if request.outputs is None:
         return None
-    texts = value if isinstance(value, list) else [value]
-    return next((i for i, text in enumerate(texts) if isinstance(text, str) and not _is_unicode(text)), None)
+    if not request.outputs:
+        raise InvalidInput("the list is empty: name at least one output, or leave it out", param="outputs")
+    check_outputs(card, request.outputs)
+    check_kinds(card, request.outputs)
+    default = next((output.name for output in output_cards(card, ())), "")
+    if default not in request.outputs:
+        for name, given in (("dimensions", request.dimensions), ("output_dtype", request.output_dtype)):
+            if given:
+                raise InvalidInput(f"{name} is about the output {default!r}, which was not asked for", param=name)
+    return Named(tuple(request.outputs), default, form, request.sparse_format or "ids")
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _sources(card: pb.ModelCard, form: Form) -> tuple[str, ...]:
+    """Nothing for the default output: replicas know it themselves."""
+    default = output_cards(card, ())
+    return () if default and default[0].name == form.source else (form.source,)
+
+
+def _check_one_row_a_text(card: pb.ModelCard, form: Form) -> None:
+    for output in output_cards(card, (form.source,)):
+        if output.per_token:
+            raise Unsupported(f"the output {output.name!r} has one vector a token: ask for it in `outputs`")
+        check_kinds(card, (output.name,))

@@ -13,9 +13,12 @@ from pathlib import Path
 from rose.config.serving import GatewayConfig
 from rose.gateway.app import HttpFront
 from rose.gateway.embeddings import EmbeddingsRoute
+from rose.gateway.facts import Reading, read_facts
 from rose.gateway.lifecycle import Lifecycle
 from rose.gateway.metrics import Metrics
 from rose.gateway.pages import Pages
+from rose.gateway.rank_routes import RerankRoute, ScoreRoute
+from rose.gateway.ranking import RankService
 from rose.gateway.replicas import ReplicaPool
 from rose.gateway.service import EmbedService
 from rose.gateway.tokenizer import TextTokenizer
@@ -28,6 +31,7 @@ class Front:
 
     http: HttpFront
     service: EmbedService
+    rank: RankService
     lifecycle: Lifecycle
     metrics: Metrics
     pool: ReplicaPool
@@ -35,13 +39,24 @@ class Front:
 
 
 @asynccontextmanager
-async def make_front(config: GatewayConfig, model_folder: Path) -> AsyncIterator[Front]:
+async def make_front(
+    config: GatewayConfig, model_folder: Path, *, reading: Reading | None = None
+) -> AsyncIterator[Front]:
     """A front that is connecting to its replicas; leaving closes the connections.
 
+    Args:
+        reading: keyword arguments of `read_model_folder`, as the engines were given them.
+
     Raises:
-        CheckpointError: the folder holds no usable tokenizer.json.
+        CheckpointError: the folder holds no usable tokenizer.json, or describes a model that cannot be served.
     """
-    tokenizer = TextTokenizer(model_folder, threads=config.tokenizer_threads, inline_chars=config.inline_chars)
+    facts = read_facts(model_folder, reading)
+    tokenizer = TextTokenizer(
+        facts.tokenizer_folder,
+        threads=config.tokenizer_threads,
+        inline_chars=config.inline_chars,
+        lower_case=facts.lower_case,
+    )
     metrics, lifecycle = Metrics(), Lifecycle()
 
     def check_card(card: pb.ModelCard, address: str) -> None:
@@ -50,6 +65,7 @@ async def make_front(config: GatewayConfig, model_folder: Path) -> AsyncIterator
     try:
         async with ReplicaPool(config.replicas, check_card, metrics) as pool:
             service = EmbedService(pool, tokenizer, config, metrics)
+            rank = RankService(service, facts)
             pages = Pages(service, lifecycle, metrics)
             metrics.watch(
                 replicas=pool.replicas,
@@ -57,16 +73,26 @@ async def make_front(config: GatewayConfig, model_folder: Path) -> AsyncIterator
                 tokenizer_pool=lambda: tokenizer.pool_depth,
                 ready=lambda: float(pages.readiness().ready),
             )
-            http = http_front(service, pages, lifecycle, metrics)
-            yield Front(http, service, lifecycle, metrics, pool, pages)
+            http = http_front(service, rank, pages, lifecycle, metrics)
+            yield Front(http, service, rank, lifecycle, metrics, pool, pages)
     finally:
         tokenizer.close()
 
 
-def http_front(service: EmbedService, pages: Pages, lifecycle: Lifecycle, metrics: Metrics) -> HttpFront:
+def http_front(
+    service: EmbedService, rank: RankService, pages: Pages, lifecycle: Lifecycle, metrics: Metrics
+) -> HttpFront:
     embeddings = EmbeddingsRoute(service, metrics)
+    rerank, score = RerankRoute(rank, metrics), ScoreRoute(rank, metrics)
     return HttpFront(
-        {"/v1/embeddings": embeddings, "/embeddings": embeddings},
+        {
+            "/v1/embeddings": embeddings,
+            "/embeddings": embeddings,
+            "/v1/rerank": rerank,
+            "/rerank": rerank,
+            "/v1/score": score,
+            "/score": score,
+        },
         {
             "/v1/models": pages.models,
             "/models": pages.models,

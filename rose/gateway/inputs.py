@@ -47,7 +47,7 @@ def parse_input(value: Any, *, vocab_size: int, max_items: int) -> Input:
     if isinstance(value, str):
         return check_texts([value], max_items)
     if not isinstance(value, list):
-        raise InvalidInput(f"expected a text or a list, got {_kind(value)}", param=FIELD)
+        raise InvalidInput(f"expected a text or a list, got {kind_of_value(value)}", param=FIELD)
     if not value:
         raise InvalidInput("the list is empty: expected at least one text or token id", param=FIELD)
     first = value[0]
@@ -60,7 +60,9 @@ def parse_input(value: Any, *, vocab_size: int, max_items: int) -> Input:
         return Tokens([_ids(ids, index, vocab_size) for index, ids in enumerate(value)])
     if type(first) in (int, float, bool):
         return Tokens([_ids(value, 0, vocab_size)])
-    raise InvalidInput(f"expected a text, a token id or a list of token ids, got {_kind(first)}", param=FIELD, index=0)
+    raise InvalidInput(
+        f"expected a text, a token id or a list of token ids, got {kind_of_value(first)}", param=FIELD, index=0
+    )
 
 
 def check_texts(texts: Sequence[str], max_items: int) -> Texts:
@@ -84,7 +86,9 @@ def _ids(ids: list[Any], index: int, vocab_size: int) -> IntArray:
     if set(map(type, ids)) != {int}:
         position = next(i for i, one in enumerate(ids) if type(one) is not int)
         raise InvalidInput(
-            f"a token id is an integer, got {_kind(ids[position])} at position {position}", param=FIELD, index=index
+            f"a token id is an integer, got {kind_of_value(ids[position])} at position {position}",
+            param=FIELD,
+            index=index,
         )
     # On Python integers, which have no size: 2**63 must not wrap on its way into an array.
     if min(ids) < 0 or max(ids) >= vocab_size:
@@ -100,7 +104,7 @@ def _ids(ids: list[Any], index: int, vocab_size: int) -> IntArray:
 def _same_kind(items: list[Any], kind: type, name: str) -> None:
     if set(map(type, items)) != {kind}:
         index = next(i for i, item in enumerate(items) if type(item) is not kind)
-        raise InvalidInput(f"expected {name} as in item 0, got {_kind(items[index])}", param=FIELD, index=index)
+        raise InvalidInput(f"expected {name} as in item 0, got {kind_of_value(items[index])}", param=FIELD, index=index)
 
 
 def show(number: int) -> str:
@@ -108,7 +112,7 @@ def show(number: int) -> str:
     return str(number) if number.bit_length() <= 128 else f"an integer of {number.bit_length()} bits"
 
 
-def _kind(value: Any) -> str:
+def kind_of_value(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -21,17 +21,24 @@ from rose.gateway.schemas import (
     ModelList,
     Readiness,
 )
+from rose.gateway.schemas_rank import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
 
-_TYPES = (EmbeddingRequest, EmbeddingResponse, ErrorResponse, Liveness, Model, ModelList, Readiness)
+_TYPES = (
+    *(EmbeddingRequest, EmbeddingResponse, RerankRequest, RerankResponse, ScoreRequest, ScoreResponse),
+    *(ErrorResponse, Liveness, Model, ModelList, Readiness),
+)
 _TITLE = "ROSE"
 _ABOUT = """\
-Embeddings over HTTP, in the OpenAI dialect. Unknown request fields are ignored. Every error has the same shape:
+Embeddings and scores over HTTP, in the dialects that OpenAI, Jina, Cohere and Perplexity clients speak.
+Unknown request fields are ignored. Every error has the same shape:
 `{"error": {"message", "type", "param", "code", "index"}}`.
 
 Every answer carries `X-Request-Id` (yours, if you send one); answers of model routes carry `Server-Timing` with the
 milliseconds of tokenize, queue, compute and encode.
 """
 _EXAMPLE = {"input": ["where does the river meet the sea?", "south of the old lighthouse"], "encoding_format": "float"}
+_RERANK_EXAMPLE = {"query": "where does the river meet the sea?", "documents": ["south of the lighthouse", "salt"]}
+_SCORE_EXAMPLE = {"text_1": "where does the river meet the sea?", "text_2": ["south of the lighthouse", "salt"]}
 _REQUEST_HEADERS = [
     {
         "name": "X-Request-Id",
@@ -56,6 +63,8 @@ def openapi_document(config: GatewayConfig) -> dict[str, Any]:
         "info": {"title": _TITLE, "version": rose.__version__, "description": _ABOUT},
         "paths": {
             **{path: {"post": _embeddings(config)} for path in ("/v1/embeddings", "/embeddings")},
+            **{path: {"post": _rerank(config)} for path in ("/v1/rerank", "/rerank")},
+            **{path: {"post": _score(config)} for path in ("/v1/score", "/score")},
             **{path: {"get": _models()} for path in ("/v1/models", "/models")},
             "/v1/models/{model}": {"get": _model()},
             "/health": {"get": _page("The process is alive", Liveness, "state")},
@@ -86,17 +95,50 @@ def error_responses(statuses: set[int] | None = None) -> dict[str, Any]:
 
 
 def _embeddings(config: GatewayConfig) -> dict[str, Any]:
+    return _work(
+        "embeddings",
+        "Vectors for texts or token ids",
+        f"At most {config.max_items} inputs, {config.max_request_tokens} tokens and "
+        f"{config.max_body_bytes / 2**20:g} MiB a request. data[i] belongs to input i. An input longer than the model "
+        "takes is refused, unless `truncate` is set.",
+        (EmbeddingRequest, _EXAMPLE),
+        ("One vector an input, in order", EmbeddingResponse),
+    )
+
+
+def _rerank(config: GatewayConfig) -> dict[str, Any]:
+    return _work(
+        "scores",
+        "Documents in the order of their relevance to a query",
+        f"In the shape of Jina's and Cohere's routes; at most {config.max_items} documents. Cross-encoders score the "
+        "pair; other models compare vectors, lexical weights or token vectors.",
+        (RerankRequest, _RERANK_EXAMPLE),
+        ("Best first", RerankResponse),
+    )
+
+
+def _score(config: GatewayConfig) -> dict[str, Any]:
+    return _work(
+        "scores",
+        "A score for each pair of texts",
+        f"One text with any number of others, or as many with as many; at most {config.max_items} pairs.",
+        (ScoreRequest, _SCORE_EXAMPLE),
+        ("One score a pair, in order", ScoreResponse),
+    )
+
+
+def _work(
+    tag: str, summary: str, description: str, request: tuple[type, dict[str, Any]], answer: tuple[str, type]
+) -> dict[str, Any]:
+    """A route that costs model time: request type with an example, answer type with its description."""
+    kind, example = request
     return {
-        "tags": ["embeddings"],
-        "summary": "Vectors for texts or token ids",
-        "description": f"At most {config.max_items} inputs and {config.max_body_bytes / 2**20:g} MiB a request. "
-        "data[i] belongs to input i. An input longer than the model takes is refused, unless `truncate` is set.",
+        "tags": [tag],
+        "summary": summary,
+        "description": description,
         "parameters": _REQUEST_HEADERS,
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": _ref(EmbeddingRequest), "example": _EXAMPLE}},
-        },
-        "responses": {"200": _ok("One vector an input, in order", EmbeddingResponse), **error_responses()},
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(kind), "example": example}}},
+        "responses": {"200": _ok(*answer), **error_responses()},
     }
 
 

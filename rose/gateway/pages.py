@@ -19,8 +19,9 @@ from rose.gateway import http_errors
 from rose.gateway.lifecycle import Lifecycle
 from rose.gateway.metrics import Metrics
 from rose.gateway.openapi import openapi_document
+from rose.gateway.outputs import kind_of, output_cards
 from rose.gateway.schemas import Liveness, Model, ModelList, OutputInfo, Readiness, ReplicaState
-from rose.gateway.service import EmbedService, longest, output_cards
+from rose.gateway.service import EmbedService, longest
 from rose.proto import rose_pb2 as pb
 
 _encode = msgspec.json.Encoder().encode
@@ -117,6 +118,7 @@ def _output(output: pb.OutputCard) -> OutputInfo:
         dimension=output.dimension,
         per_token=output.per_token,
         normalized=output.normalized,
+        kind=kind_of(output),
         unavailable=output.unavailable or None,
     )
 

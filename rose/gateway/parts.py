@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -17,27 +18,46 @@ from rose.proto.convert import AnyArray, IntArray
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Items `start` .. `start + len(sequences)` of a request."""
+    """Items `start` .. `start + len(sequences)` of a request.
+
+    Attributes:
+        token_types: beside `sequences`, or None for all zero.
+        spans: beside `sequences`, [n, 2] each, or None: see rose.v1.Spans.
+    """
 
     start: int
     sequences: Sequence[IntArray]
     tokens: int
+    token_types: Sequence[IntArray] | None = None
+    spans: Sequence[IntArray] | None = None
 
 
-def cut_parts(sequences: Sequence[IntArray], max_tokens: int, max_items: int) -> list[Part]:
+def cut_parts(
+    sequences: Sequence[IntArray],
+    max_tokens: int,
+    max_items: int,
+    *,
+    token_types: Sequence[IntArray] | None = None,
+    spans: Sequence[IntArray] | None = None,
+) -> list[Part]:
     """Runs of consecutive items, of at most `max_tokens` tokens (a longer item goes alone) and `max_items` items."""
     lengths = [len(sequence) for sequence in sequences]
     total = sum(lengths)
     if total <= max_tokens and len(lengths) <= max_items:
-        return [Part(0, sequences, total)]
+        return [Part(0, sequences, total, token_types, spans)]
+
+    def part(start: int, end: int, tokens: int) -> Part:
+        types = None if token_types is None else token_types[start:end]
+        return Part(start, sequences[start:end], tokens, types, None if spans is None else spans[start:end])
+
     parts: list[Part] = []
     start = tokens = 0
     for index, length in enumerate(lengths):
         if index > start and (tokens + length > max_tokens or index - start >= max_items):
-            parts.append(Part(start, sequences[start:index], tokens))
+            parts.append(part(start, index, tokens))
             start, tokens = index, 0
         tokens += length
-    parts.append(Part(start, sequences[start:], tokens))
+    parts.append(part(start, len(lengths), tokens))
     return parts
 
 
@@ -54,21 +74,33 @@ def check_answer(part: Part, answer: EmbedResult) -> None:
     """One finite row (or run of rows) an item, or an error that names the item.
 
     Raises:
-        InternalError: another number of rows than items.
+        InternalError: another number of rows than items, or than spans.
         NonFinite: NaN or infinity; base64 and protobuf would carry it without a word.
     """
     items = len(part.sequences)
     for name, values in answer.outputs.items():
         splits = answer.splits.get(name)
+        if splits is None and part.spans is not None:
+            raise InternalError(f"a replica answered {name} without the splits that spans call for")
         rows, expected = (len(values), items) if splits is None else (len(splits), items + 1)
         if rows != expected:
             raise InternalError(f"a replica answered {rows} rows of {name} where {expected} were due")
+        if splits is not None:
+            _check_splits(part, name, splits, len(values))
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             row = int(np.argwhere(~np.isfinite(values))[0][0])
             index = row if splits is None else int(np.searchsorted(splits, row, side="right")) - 1
             raise NonFinite(
                 f"the model produced a non-finite number in {name} for this item", param="input", index=index
             )
+
+
+def _check_splits(part: Part, name: str, splits: Sequence[int], rows: int) -> None:
+    counts = [end - start for start, end in pairwise(splits)]
+    if splits[0] or splits[-1] != rows or min(counts) < 0:
+        raise InternalError(f"a replica answered splits of {name} that do not lead through its {rows} rows")
+    if part.spans is not None and counts != [len(spans) for spans in part.spans]:
+        raise InternalError(f"a replica answered another number of rows of {name} than there are spans")
 
 
 def join(answers: Sequence[EmbedResult]) -> EmbedResult:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 from rose.client import AsyncClient, EmbedResult
 from rose.errors import DeadlineExceeded, RoseError, Unavailable
+from rose.gateway.parts import Part
 from rose.proto import rose_pb2 as pb
-from rose.proto.convert import IntArray
 
 CheckCard = Callable[[pb.ModelCard, str], None]
 log = logging.getLogger("rose.gateway")
@@ -77,8 +77,7 @@ class Replica:
 
     async def embed(
         self,
-        sequences: Sequence[IntArray],
-        tokens: int,
+        part: Part,
         *,
         outputs: Sequence[str],
         dimensions: int,
@@ -88,14 +87,20 @@ class Replica:
         """Raises RoseError as AsyncClient.embed does."""
         if self._client is None:
             raise Unavailable(f"{self.address}: {self.reason}")
-        self.outstanding_tokens += tokens
+        self.outstanding_tokens += part.tokens
         self.outstanding_parts += 1
         try:
             return await self._client.embed(
-                sequences, outputs=outputs, dimensions=dimensions, priority=priority, deadline_s=deadline_s
+                part.sequences,
+                outputs=outputs,
+                dimensions=dimensions,
+                priority=priority,
+                token_types=part.token_types,
+                spans=part.spans,
+                deadline_s=deadline_s,
             )
         finally:
-            self.outstanding_tokens -= tokens
+            self.outstanding_tokens -= part.tokens
             self.outstanding_parts -= 1
 
     async def refresh_stats(self, timeout_s: float) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from rose.client import EmbedResult
 from rose.errors import DeadlineExceeded, InvalidInput, Overloaded, RoseError, StartupError, Unavailable
 from rose.gateway.metrics import Metrics
+from rose.gateway.outputs import output_cards
 from rose.gateway.parts import Part, at_item, check_answer, cut_parts, join
 from rose.gateway.replica import CheckCard, Replica
 from rose.proto import rose_pb2 as pb
@@ -26,6 +27,8 @@ from rose.proto.convert import IntArray
 PARTS_PER_REPLICA = 3
 # Below this a request is not spread over idle replicas: a batch of so few tokens does not get faster by halving it.
 SPREAD_TOKENS = 4096
+# Vectors of every token are cut into answers of about this size: half of what a frame holds by default.
+PART_BYTES = 32 << 20
 # Where an overloaded replica does not say when to come back.
 OVERLOAD_PAUSE_S = 0.1
 
@@ -86,11 +89,15 @@ class ReplicaPool:
         outputs: Sequence[str] = (),
         dimensions: int = 0,
         priority: pb.Priority.ValueType = pb.ONLINE,
+        token_types: Sequence[IntArray] | None = None,
+        spans: Sequence[IntArray] | None = None,
         deadline: float,
     ) -> EmbedResult:
         """Run sequences, whatever their number, and give their rows back in order.
 
         Args:
+            token_types: beside the sequences; None for all zero.
+            spans: [n, 2] beside each sequence: pooled outputs have a row a span, with splits.
             deadline: loop.time() after which nobody wants the answer.
 
         Raises:
@@ -98,7 +105,8 @@ class ReplicaPool:
         """
         job = _Job(tuple(outputs), dimensions, priority, deadline)
         ready = self.require_ready()
-        parts = self._cut(sequences, ready)
+        max_tokens, max_items = self._limits(sequences, job.outputs, ready)
+        parts = cut_parts(sequences, max_tokens, max_items, token_types=token_types, spans=spans)
         if len(parts) == 1:
             return await self._run(parts[0], job)
         answers: list[EmbedResult | None] = [None] * len(parts)
@@ -143,8 +151,7 @@ class ReplicaPool:
             tried.append(replica)
             try:
                 answer = await replica.embed(
-                    part.sequences,
-                    part.tokens,
+                    part,
                     outputs=job.outputs,
                     dimensions=job.dimensions,
                     priority=job.priority,
@@ -167,13 +174,19 @@ class ReplicaPool:
         turn = self._turn % len(candidates)
         return min(candidates[turn:] + candidates[:turn], key=lambda replica: replica.outstanding_tokens)
 
-    def _cut(self, sequences: Sequence[IntArray], ready: Sequence[Replica]) -> list[Part]:
+    def _limits(
+        self, sequences: Sequence[IntArray], outputs: Sequence[str], ready: Sequence[Replica]
+    ) -> tuple[int, int]:
+        """Most tokens and items of a part."""
         max_tokens = min(replica.limits.max_batch_tokens for replica in ready)
         max_items = min(replica.limits.max_request_items for replica in ready)
+        a_token = sum(4 * output.dimension for output in output_cards(self.card, outputs) if output.per_token)
+        if a_token:
+            max_tokens = min(max_tokens, max(1, PART_BYTES // a_token))
         if len(ready) > 1 and len(sequences) > 1:
             total = sum(len(sequence) for sequence in sequences)
             max_tokens = min(max_tokens, max(SPREAD_TOKENS, math.ceil(total / len(ready))))
-        return cut_parts(sequences, max_tokens, max_items)
+        return max_tokens, max_items
 
     def _check(self, card: pb.ModelCard, address: str) -> None:
         """What the ready replicas serve is what this front serves; with none ready, the newcomer decides.

@@ -20,6 +20,7 @@ import uvloop
 
 from rose.config.serving import GatewayConfig
 from rose.gateway.carriers import Carriers, Listening
+from rose.gateway.facts import Reading
 from rose.gateway.front import Front, make_front
 
 log = logging.getLogger("rose.gateway")
@@ -60,12 +61,19 @@ class Stop:
                 loop.remove_signal_handler(one)
 
 
-def run_front(config: GatewayConfig, model_folder: Path, *, on_listening: OnListening | None = None) -> int:
+def run_front(
+    config: GatewayConfig,
+    model_folder: Path,
+    *,
+    reading: Reading | None = None,
+    on_listening: OnListening | None = None,
+) -> int:
     """Run a front until a signal. Blocks.
 
     Args:
         config: its limits and the replicas' addresses.
         model_folder: holds the tokenizer.json that the replicas were built for.
+        reading: what settles the reading of the folder, as the replicas were given it; see `make_front`.
         on_listening: called once, with the ports in use.
 
     Returns:
@@ -80,16 +88,21 @@ def run_front(config: GatewayConfig, model_folder: Path, *, on_listening: OnList
     async def main() -> int:
         stop = Stop()
         with stop.on_signals():
-            return await serve_front(config, model_folder, stop, on_listening=on_listening)
+            return await serve_front(config, model_folder, stop, reading=reading, on_listening=on_listening)
 
     return uvloop.run(main())
 
 
 async def serve_front(
-    config: GatewayConfig, model_folder: Path, stop: Stop, *, on_listening: OnListening | None = None
+    config: GatewayConfig,
+    model_folder: Path,
+    stop: Stop,
+    *,
+    reading: Reading | None = None,
+    on_listening: OnListening | None = None,
 ) -> int:
     """The same inside a running event loop, until `stop`."""
-    async with make_front(config, model_folder) as front:
+    async with make_front(config, model_folder, reading=reading) as front:
         carriers = Carriers(front, config)
         idle = False
         try:

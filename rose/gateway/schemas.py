@@ -21,7 +21,9 @@ _TEXTS_OR_IDS = {
         },
     ]
 }
-_BASE64 = "The vector as a list of numbers, or base64 of the bytes that encoding_format asked for."
+_BASE64 = (
+    "The vector as a list of numbers, or base64 of the bytes that were asked for; null where `outputs` leaves it out."
+)
 
 
 class EmbeddingRequest(Struct, kw_only=True):
@@ -39,9 +41,33 @@ class EmbeddingRequest(Struct, kw_only=True):
     encoding_format: Annotated[
         str | None,
         Meta(
-            description="null is float. base64 is little-endian float32. base64_int8 is signed bytes and base64_binary "
-            "one bit a dimension, least significant bit first; both only from models with such outputs.",
+            description="null is float: a list of numbers. base64 is the bytes of output_dtype, little-endian "
+            "float32 for float. base64_int8 is signed bytes and base64_binary one bit a dimension, least significant "
+            "bit first; both only from models with such outputs.",
             extra_json_schema={"enum": ["float", "base64", "base64_int8", "base64_binary", None]},
+        ),
+    ] = None
+    output_dtype: Annotated[
+        str | None,
+        Meta(
+            description="float (also for null). int8 and uint8 (int8 + 128): only from models with a quantiser of "
+            "their own. ubinary: one bit a dimension, set where the number is above zero, eight to a byte, most "
+            "significant bit first; binary: the same bytes - 128, signed.",
+            extra_json_schema={"enum": ["float", "int8", "uint8", "binary", "ubinary", None]},
+        ),
+    ] = None
+    outputs: Annotated[
+        list[str] | None,
+        Meta(
+            description="What each item carries, of the outputs in GET /v1/models. null is the default one, which is "
+            "always called `embedding`; others have their own names: `sparse`, `colbert`.",
+            extra_json_schema={"minItems": 1},
+        ),
+    ] = None
+    sparse_format: Annotated[
+        Literal["ids", "tokens"] | None,
+        Meta(
+            description="ids (also for null): {indices, values}. tokens: {token: weight}, as the vocabulary spells it."
         ),
     ] = None
     dimensions: Annotated[
@@ -61,6 +87,10 @@ class EmbeddingRequest(Struct, kw_only=True):
             description="A prompt of the model card, put before every text verbatim. null is the model's default "
             "prompt (most have none), the empty string is no prompt. Texts only."
         ),
+    ] = None
+    prompt: Annotated[
+        str | None,
+        Meta(description="A prompt in words, put before every text verbatim, instead of one of the card."),
     ] = None
     truncate: Annotated[
         bool | None,
@@ -90,10 +120,35 @@ class Usage(Struct):
     total_tokens: int
 
 
+class Base64Array(Struct, kw_only=True):
+    """An array in base64, little-endian, row after row."""
+
+    dtype: str
+    shape: list[int]
+    data: str
+
+
 class Embedding(Struct, kw_only=True):
     object: Literal["embedding"] = "embedding"
     index: Annotated[int, Meta(description="Position of the input this vector belongs to.")]
-    embedding: Annotated[list[float] | str, Meta(description=_BASE64)]
+    embedding: Annotated[list[float] | str | None, Meta(description=_BASE64)]
+    dtype: Annotated[
+        Literal["int8", "uint8", "binary", "ubinary"] | UnsetType,
+        Meta(description="What `embedding` is made of; absent for float32."),
+    ] = UNSET
+    bit_order: Annotated[
+        Literal["msb", "lsb"] | UnsetType, Meta(description="Of packed bits: which bit of a byte comes first.")
+    ] = UNSET
+    sparse: Annotated[
+        dict[str, Any] | UnsetType,
+        Meta(
+            description="Lexical weights: {indices, values}, token ids ascending; or {token: weight} as asked. The "
+            "largest of each token, only above zero, special tokens left out."
+        ),
+    ] = UNSET
+    colbert: Annotated[
+        list[list[float]] | Base64Array | UnsetType, Meta(description="A vector a token; in base64 with its shape.")
+    ] = UNSET
 
 
 class EmbeddingResponse(Struct, kw_only=True):
@@ -104,6 +159,7 @@ class EmbeddingResponse(Struct, kw_only=True):
     prompt_name: Annotated[
         str | UnsetType, Meta(description="The prompt that was put before the texts; absent if none was.")
     ] = UNSET
+    prompt: Annotated[str | UnsetType, Meta(description="The same, where it was sent in words.")] = UNSET
 
 
 class OutputInfo(Struct, kw_only=True):
@@ -114,6 +170,7 @@ class OutputInfo(Struct, kw_only=True):
     dimension: int
     per_token: bool
     normalized: bool
+    kind: Annotated[Literal["vector", "weights", "score"], Meta(description="weights: one a token.")] = "vector"
     unavailable: Annotated[str | None, Meta(description="Why it cannot be had; null if it can.")] = None
 
 

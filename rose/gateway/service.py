@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from rose.client import EmbedResult
+from rose.client import EmbedResult, Timing
 from rose.config.serving import GatewayConfig
-from rose.errors import DeadlineExceeded, InvalidInput, UnknownModel, Unsupported
+from rose.errors import DeadlineExceeded, InvalidInput, PayloadTooLarge, UnknownModel
 from rose.gateway.inputs import FIELD, Input, Texts, check_count, show
 from rose.gateway.metrics import Metrics
+from rose.gateway.outputs import check_dimensions, check_outputs, check_size
 from rose.gateway.replicas import ReplicaPool
 from rose.gateway.tokenizer import TextTokenizer
 from rose.proto import rose_pb2 as pb
 from rose.proto.convert import IntArray
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,7 @@ class EmbedJob:
     Attributes:
         input: texts or token ids, already checked for themselves.
         prompt_name: a prompt of the model card; "" for none, None for the model's default.
+        prompt: a prompt in words, put before every text; "" for none.
         cut_to: cut longer inputs to this many tokens, -1 for the model's limit; None refuses them.
         deadline: loop.time() after which nobody wants the answer.
     """
@@ -38,6 +43,7 @@ class EmbedJob:
     outputs: tuple[str, ...] = ()
     dimensions: int = 0
     prompt_name: str | None = None
+    prompt: str | None = None
     cut_to: int | None = None
     split_special_tokens: bool = False
     priority: pb.Priority.ValueType = pb.ONLINE
@@ -49,13 +55,15 @@ class Embedded:
     """The answer, and where the time went.
 
     Attributes:
-        prompt_name: the prompt that was put before the texts, or None.
-        tokens: tokens of the request as the model saw it.
+        prompt_name: the prompt of the model card that was put before the texts, or None.
+        sequences: token ids of every item as the model saw them.
+        tokens: of all of them.
         tokenize_s: tokenising, the wait for the pool included.
     """
 
     result: EmbedResult
     prompt_name: str | None
+    sequences: Sequence[IntArray]
     tokens: int
     tokenize_s: float
 
@@ -66,7 +74,7 @@ class EmbedService:
     def __init__(self, pool: ReplicaPool, tokenizer: TextTokenizer, config: GatewayConfig, metrics: Metrics) -> None:
         self.pool = pool
         self.config = config
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._metrics = metrics
 
     def card_for(self, model: str | None) -> pb.ModelCard:
@@ -91,36 +99,46 @@ class EmbedService:
         check_dimensions(card, job.outputs, job.dimensions, strict=self.config.strict_dimensions)
         self.pool.require_ready()  # before any work is spent on a request that nobody could run
         sequences, prompt_name, tokenize_s = await self._sequences(card, job)
+        tokens = sum(map(len, sequences))
+        check_tokens(tokens, self.config.max_request_tokens, FIELD)
+        check_size(card, job.outputs, tokens)
         result = await self.pool.embed(
             sequences, outputs=job.outputs, dimensions=job.dimensions, priority=job.priority, deadline=job.deadline
         )
-        tokens = sum(map(len, sequences))
-        self._count(len(sequences), tokens, tokenize_s, result)
-        return Embedded(result, prompt_name, tokens, tokenize_s)
+        self.count(len(sequences), tokens, tokenize_s, result.timing)
+        return Embedded(result, prompt_name, sequences, tokens, tokenize_s)
 
     async def _sequences(self, card: pb.ModelCard, job: EmbedJob) -> tuple[Sequence[IntArray], str | None, float]:
         limit = longest(card)
-        cut_to = check_cut(job.cut_to, limit, self._tokenizer.special_tokens)
+        cut_to = check_cut(job.cut_to, limit, self.tokenizer.special_tokens)
         if not isinstance(job.input, Texts):
-            if job.prompt_name:
-                raise InvalidInput("a prompt goes before texts, the input is token ids", param="prompt_name")
+            if job.prompt_name or job.prompt:
+                raise InvalidInput(
+                    "a prompt goes before texts, the input is token ids",
+                    param="prompt_name" if job.prompt_name else "prompt",
+                )
             return self._fit(job.input.items, limit, cut_to), None, 0.0
-        name, texts = with_prompt(card, job.input.items, job.prompt_name)
-        started = time.perf_counter()
-        try:
-            async with asyncio.timeout_at(job.deadline):
-                ids = await self._tokenizer.encode_async(texts, split_special_tokens=job.split_special_tokens)
-        except TimeoutError:
-            raise DeadlineExceeded("the deadline passed while the texts were being tokenised") from None
-        tokenize_s = time.perf_counter() - started
+        name, texts = with_prompt(card, job.input.items, job.prompt_name, job.prompt)
+        ids, tokenize_s = await self.encode(texts, job.deadline, split_special_tokens=job.split_special_tokens)
         for index, sequence in enumerate(ids):
             if not len(sequence):
                 raise InvalidInput("the text gives no tokens", param=FIELD, index=index)
         return self._fit(ids, limit, cut_to), name, tokenize_s
 
+    async def encode(
+        self, texts: Sequence[str], deadline: float, *, split_special_tokens: bool, add_special_tokens: bool = True
+    ) -> tuple[list[IntArray], float]:
+        """Ids of every text, and the seconds that took. Raises DeadlineExceeded."""
+        return await timed(
+            self.tokenizer.encode_async(
+                texts, split_special_tokens=split_special_tokens, add_special_tokens=add_special_tokens
+            ),
+            deadline,
+        )
+
     def _fit(self, sequences: Sequence[IntArray], limit: int, cut_to: int | None) -> Sequence[IntArray]:
         if cut_to is not None:
-            return [self._tokenizer.cut(sequence, cut_to) for sequence in sequences]
+            return [self.tokenizer.cut(sequence, cut_to) for sequence in sequences]
         for index, sequence in enumerate(sequences):
             if len(sequence) > limit:
                 raise InvalidInput(
@@ -131,14 +149,26 @@ class EmbedService:
                 )
         return sequences
 
-    def _count(self, items: int, tokens: int, tokenize_s: float, result: EmbedResult) -> None:
+    def count(self, items: int, tokens: int, tokenize_s: float, timing: Timing) -> None:
+        """Into the metrics, once a request is answered."""
         metrics = self._metrics
         metrics.items.inc(items)
         metrics.tokens.inc(tokens)
         metrics.request_tokens.observe(tokens)
         metrics.tokenize.observe(tokenize_s)
-        metrics.queue.observe(result.timing.queue_s)
-        metrics.compute.observe(result.timing.compute_s)
+        metrics.queue.observe(timing.queue_s)
+        metrics.compute.observe(timing.compute_s)
+
+
+async def timed(tokenising: Awaitable[T], deadline: float) -> tuple[T, float]:
+    """What it gives, and the seconds that took. Raises DeadlineExceeded."""
+    started = time.perf_counter()
+    try:
+        async with asyncio.timeout_at(deadline):
+            done = await tokenising
+    except TimeoutError:
+        raise DeadlineExceeded("the deadline passed while the texts were being tokenised") from None
+    return done, time.perf_counter() - started
 
 
 def longest(card: pb.ModelCard) -> int:
@@ -159,49 +189,29 @@ def check_cut(cut_to: int | None, limit: int, special_tokens: int) -> int | None
     return cut_to
 
 
-def with_prompt(card: pb.ModelCard, texts: Sequence[str], name: str | None) -> tuple[str | None, Sequence[str]]:
-    """The prompt that applies, and the texts behind it. Raises InvalidInput for a name the card does not have."""
+def check_tokens(tokens: int, limit: int, param: str) -> None:
+    """Raises PayloadTooLarge: however many items share them, the tokens of a request have an end."""
+    if tokens > limit:
+        raise PayloadTooLarge(f"{tokens} tokens in one request, the limit is {limit}", param=param)
+
+
+def with_prompt(
+    card: pb.ModelCard, texts: Sequence[str], name: str | None, prompt: str | None = None
+) -> tuple[str | None, Sequence[str]]:
+    """The name of the prompt that applies, if it has one, and the texts behind it.
+
+    Raises:
+        InvalidInput: a name the card does not have, or a name beside a prompt in words.
+    """
+    if prompt is not None:
+        if name:
+            raise InvalidInput("send prompt_name or prompt, not both", param="prompt")
+        return None, [prompt + text for text in texts] if prompt else texts
     chosen = card.default_prompt_name if name is None else name
     if not chosen:
         return None, texts
     if chosen not in card.prompts:
         known = ", ".join(sorted(card.prompts)) or "none"
         raise InvalidInput(f"the model has no prompt {chosen!r}; it has: {known}", param="prompt_name")
-    prompt = card.prompts[chosen]
-    return chosen, [prompt + text for text in texts]
-
-
-def output_cards(card: pb.ModelCard, names: Sequence[str]) -> list[pb.OutputCard]:
-    """The cards of the asked outputs, or of the default one."""
-    wanted = names or [card.default_output or (card.outputs[0].name if card.outputs else "")]
-    by_name = {output.name: output for output in card.outputs}
-    return [by_name[name] for name in wanted if name in by_name]
-
-
-def check_outputs(card: pb.ModelCard, names: Sequence[str]) -> None:
-    """Raises InvalidInput for an output the model does not know, Unsupported for one it cannot give."""
-    for name in names:
-        found = next((output for output in card.outputs if output.name == name), None)
-        if found is None:
-            known = ", ".join(output.name for output in card.outputs)
-            raise InvalidInput(f"the model has no output {name!r}; it has: {known}", param="outputs")
-        if found.unavailable:
-            raise Unsupported(f"the output {name!r} cannot be had: {found.unavailable}", param="outputs")
-
-
-def check_dimensions(card: pb.ModelCard, names: Sequence[str], dimensions: int, *, strict: bool) -> None:
-    """0 keeps all. Raises InvalidInput above the output's length, or, if strict, for a length not trained for."""
-    if dimensions == 0:
-        return
-    for output in output_cards(card, names):
-        if not 0 < dimensions <= output.dimension:
-            raise InvalidInput(
-                f"dimensions of {show(dimensions)}: 1..{output.dimension} for {output.name}",
-                param="dimensions",
-            )
-        if strict and dimensions != output.dimension and dimensions not in card.matryoshka_dimensions:
-            trained = sorted({*card.matryoshka_dimensions, output.dimension})
-            raise InvalidInput(
-                f"dimensions of {dimensions}: this server only gives what the model was trained for: {trained}",
-                param="dimensions",
-            )
+    prefix = card.prompts[chosen]
+    return chosen, [prefix + text for text in texts]

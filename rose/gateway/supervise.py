@@ -22,6 +22,7 @@ import uvloop
 from rose.config.serving import GatewayConfig
 from rose.errors import StartupError
 from rose.gateway.engine_process import EngineProcess
+from rose.gateway.facts import Reading
 from rose.gateway.run import SWITCH_INTERVAL_S, OnListening, Stop, serve_front, unless
 
 log = logging.getLogger("rose.gateway")
@@ -46,6 +47,7 @@ def serve(
     config: GatewayConfig,
     engines: Sequence[EngineCommand],
     *,
+    reading: Reading | None = None,
     on_listening: OnListening | None = None,
 ) -> int:
     """Run engines and front until a signal. Blocks.
@@ -53,6 +55,7 @@ def serve(
     Args:
         config: the front's limits; `replicas` is filled in here.
         engines: one command an engine; see `engine_command`.
+        reading: what settles the reading of the folder, as in the engines' commands; see `make_front`.
         on_listening: called once, with the front's ports, while the engines are still loading.
 
     Returns:
@@ -62,11 +65,15 @@ def serve(
         CheckpointError, StartupError: as `run_front`.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    return uvloop.run(_serve(model_folder, config, engines, on_listening))
+    return uvloop.run(_serve(model_folder, config, engines, reading, on_listening))
 
 
 async def _serve(
-    model_folder: Path, config: GatewayConfig, engines: Sequence[EngineCommand], on_listening: OnListening | None
+    model_folder: Path,
+    config: GatewayConfig,
+    engines: Sequence[EngineCommand],
+    reading: Reading | None,
+    on_listening: OnListening | None,
 ) -> int:
     with tempfile.TemporaryDirectory(prefix="rose-") as sockets:
         paths = [Path(sockets) / f"engine{i}" for i in range(len(engines))]
@@ -76,7 +83,9 @@ async def _serve(
         with stop.on_signals():
             loop = asyncio.get_running_loop()
             keeping = [loop.create_task(keeper.keep()) for keeper in keepers]
-            front = loop.create_task(serve_front(config, model_folder, stop, on_listening=on_listening))
+            front = loop.create_task(
+                serve_front(config, model_folder, stop, reading=reading, on_listening=on_listening)
+            )
             try:
                 await asyncio.wait([front, *keeping], return_when=asyncio.FIRST_COMPLETED)
                 failed = _failures(keeping)

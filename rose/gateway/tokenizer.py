@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer
 
 from rose.errors import CheckpointError, TokenizerMismatch
 from rose.gateway.control_tokens import ControlTokenSplitter
+from rose.gateway.pair_layout import PairLayout, read_pair_layout
 from rose.proto.convert import IntArray
 
 # Texts encoded between two looks at the clock of the interpreter lock: the library lets go of it, our id copies do not.
@@ -27,14 +29,18 @@ CHUNK = 32
 class TextTokenizer:
     """The tokenizer of one model folder, safe to use from many threads and tasks.
 
+    Args:
+        lower_case: lower-case every text first, as sentence-transformers does for models that say so.
+
     Attributes:
         sha256: digest of tokenizer.json, 32 bytes, as the model card carries it.
         special_tokens: how many special tokens are added to every text.
         suffix: the ids among them that come after the text.
+        control_ids: ids of all tokens the file marks as special, sorted.
         pool_depth: lists of texts that wait for the pool or run in it.
     """
 
-    def __init__(self, folder: Path, *, threads: int = 2, inline_chars: int = 4096) -> None:
+    def __init__(self, folder: Path, *, threads: int = 2, inline_chars: int = 4096, lower_case: bool = False) -> None:
         path = folder / "tokenizer.json"
         try:
             source = path.read_bytes()
@@ -45,10 +51,14 @@ class TextTokenizer:
             raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}") from None
         self.sha256 = hashlib.sha256(source).digest()
         self.special_tokens, self.suffix = _special_tokens(self._tokenizer)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.control_ids = np.array(sorted(i for i, token in added.items() if token.special), dtype=np.int32)
         self.pool_depth = 0
         self._source = source
         self._split: tuple[Tokenizer, ControlTokenSplitter] | None = None
+        self._guarded: frozenset[int] = frozenset()
         self._inline_chars = inline_chars
+        self._lower_case = lower_case
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
 
     def check_same(self, sha256: bytes, owner: str) -> None:
@@ -59,31 +69,55 @@ class TextTokenizer:
                 f"the tokenizer of {owner} (sha256 {theirs}) is not this front's (sha256 {self.sha256.hex()[:16]})"
             )
 
-    def encode(self, texts: Sequence[str], *, split_special_tokens: bool = False) -> list[IntArray]:
-        """Ids of every text, special tokens included, at whatever length they have. Blocks; thread-safe.
+    def encode(
+        self, texts: Sequence[str], *, split_special_tokens: bool = False, add_special_tokens: bool = True
+    ) -> list[IntArray]:
+        """Ids of every text, at whatever length they have. Blocks; thread-safe.
 
         Args:
             split_special_tokens: encode control tokens written in a text as ordinary text.
+            add_special_tokens: put the model's special tokens around every text.
         """
-        if split_special_tokens:
-            tokenizer, splitter = self._splitting()
-            closing = len(self.suffix)
-            return [splitter.split(ids, self.special_tokens - closing, closing) for ids in _encode(tokenizer, texts)]
-        return _encode(self._tokenizer, texts)
+        if self._lower_case:
+            texts = [text.lower() for text in texts]
+        if not split_special_tokens:
+            return _encode(self._tokenizer, texts, add_special_tokens)
+        tokenizer, splitter = self._splitting()
+        closing = len(self.suffix) if add_special_tokens else 0
+        opening = self.special_tokens - closing if add_special_tokens else 0
+        return [splitter.split(ids, opening, closing) for ids in _encode(tokenizer, texts, add_special_tokens)]
 
-    async def encode_async(self, texts: Sequence[str], *, split_special_tokens: bool = False) -> list[IntArray]:
+    async def encode_async(
+        self, texts: Sequence[str], *, split_special_tokens: bool = False, add_special_tokens: bool = True
+    ) -> list[IntArray]:
         """The same from the event loop: inline up to `inline_chars` characters in all, else in the pool."""
+        encode = partial(
+            self.encode, texts, split_special_tokens=split_special_tokens, add_special_tokens=add_special_tokens
+        )
         ready = not split_special_tokens or self._split is not None
         if ready and sum(map(len, texts)) <= self._inline_chars:
-            return self.encode(texts, split_special_tokens=split_special_tokens)
+            return encode()
         self.pool_depth += 1
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(
-                self._pool, lambda: self.encode(texts, split_special_tokens=split_special_tokens)
-            )
+            return await asyncio.get_running_loop().run_in_executor(self._pool, encode)
         finally:
             self.pool_depth -= 1
+
+    def guard(self, ids: Sequence[int]) -> None:
+        """Count further added tokens as control tokens: a template's own marks that its file does not call special.
+
+        Called before the first text is split, or not at all.
+        """
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._guarded = frozenset(number for number in ids if number in added)
+
+    def piece(self, number: int) -> str:
+        """The vocabulary's own spelling of an id ("\u2581the", "##ing")."""
+        return self._tokenizer.id_to_token(number) or ""
+
+    def pair_layout(self) -> PairLayout:
+        """Where the special tokens of a pair of texts go. Raises CheckpointError for a file that does not say."""
+        return read_pair_layout(self._tokenizer)
 
     def cut(self, ids: IntArray, limit: int) -> IntArray:
         """The first `limit` ids (more than `special_tokens`); closing special tokens survive, where there are any."""
@@ -100,14 +134,15 @@ class TextTokenizer:
     def _splitting(self) -> tuple[Tokenizer, ControlTokenSplitter]:
         if self._split is None:  # made twice at worst, when two threads meet here
             tokenizer = _bare(self._source)
-            self._split = (tokenizer, ControlTokenSplitter(tokenizer))
+            self._split = (tokenizer, ControlTokenSplitter(tokenizer, self._guarded))
         return self._split
 
 
-def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[IntArray]:
+def _encode(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool) -> list[IntArray]:
     found: list[IntArray] = []
     for start in range(0, len(texts), CHUNK):
-        encodings = tokenizer.encode_batch_fast(list(texts[start : start + CHUNK]))
+        some = list(texts[start : start + CHUNK])
+        encodings = tokenizer.encode_batch_fast(some, add_special_tokens=add_special_tokens)
         found += [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
     return found
 

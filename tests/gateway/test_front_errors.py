@@ -174,8 +174,8 @@ def test_unknown_models(shared, model):
 
 def test_routes_and_methods_that_do_not_exist(shared):
     error_of(shared.client.get("/nowhere"), 404, "unknown_route")
-    error_of(shared.client.post("/v1/rerank", json={}), 404, "unknown_route")
-    for path in ("/v1/embeddings", "/embeddings"):
+    error_of(shared.client.post("/v1/nowhere", json={}), 404, "unknown_route")
+    for path in ("/v1/embeddings", "/embeddings", "/v1/rerank", "/rerank", "/v1/score", "/score"):
         response = shared.client.get(path)
         error_of(response, 405, "method_not_allowed")
         assert response.headers["allow"] == "POST"

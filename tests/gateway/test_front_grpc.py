@@ -95,7 +95,7 @@ def test_info_is_the_model_card_with_the_fronts_limits(shared, stub, text_folder
         (pb.EmbedRequest(tokens=tokens([5] * (MAX_TOKENS + 1))), "input", 0, f"limit of the model is {MAX_TOKENS}"),
         (pb.EmbedRequest(texts=pb.Texts(items=["salt " * 200])), "input", 0, "has 202 tokens"),
         (pb.EmbedRequest(tokens=tokens([5]), dimensions=DIMENSION + 1), "dimensions", None, "1..64"),
-        (pb.EmbedRequest(tokens=tokens([5]), outputs=["sparse"]), "outputs", None, "it has: dense"),
+        (pb.EmbedRequest(tokens=tokens([5]), outputs=["sparse"]), "outputs", 0, "it has: dense"),
         (pb.EmbedRequest(texts=pb.Texts(items=["a"]), prompt_name="x"), "prompt_name", None, "passage, query"),
         (pb.EmbedRequest(tokens=tokens([5]), prompt_name="query"), "prompt_name", None, "token ids"),
     ],

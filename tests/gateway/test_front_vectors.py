@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 
 from rose.errors import InvalidInput
-from rose.gateway.vectors import SLICE, check_format, check_quantised_dimensions, cut_quantised, embedding_list
+from rose.gateway.forms import vector_form
+from rose.gateway.vectors import SLICE, embedding_list
 from rose.proto import rose_pb2 as pb
 
 
 def encoded(vectors, encoding):
-    return json.loads(b"[" + asyncio.run(embedding_list(vectors, encoding)) + b"]")
+    """The items of vectors that need no quantising."""
+    form = vector_form(PLAIN, encoding, None)
+    items = embedding_list(form.apply(vectors, 0), as_base64=form.base64, fields=form.fields())
+    return json.loads(b"[" + asyncio.run(items) + b"]")
 
 
 def unit_rows(rows, dimension, seed=0):
@@ -34,7 +38,7 @@ def test_numbers_read_back_as_the_very_same_float32(scale):
 
 
 def test_numbers_of_unit_vectors_are_short():
-    text = asyncio.run(embedding_list(unit_rows(1, 1024), "float"))
+    text = asyncio.run(embedding_list(unit_rows(1, 1024), as_base64=False))
     assert len(text) < 15 * 1024  # a double of each float32 in full would take 21 bytes
 
 
@@ -76,7 +80,7 @@ def test_other_requests_get_their_turn_while_a_large_answer_is_encoded():
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(other())
-        await embedding_list(unit_rows(64, 1024), "float")
+        await embedding_list(unit_rows(64, 1024), as_base64=False)
         done = True
         await task
         return count
@@ -94,38 +98,100 @@ QUANTISED = pb.ModelCard(
 )
 
 
-def test_formats():
-    assert check_format(None, PLAIN) == "float"
-    assert check_format("base64", PLAIN) == "base64"
-    assert check_format("base64_int8", QUANTISED) == "base64_int8"
+def sent(card, rows, encoding=None, dtype=None, dimensions=0):
+    """The items of rows of the form's source, as clients read them."""
+    form = vector_form(card, encoding, dtype)
+    form.check(dimensions)
+    items = embedding_list(form.apply(rows, dimensions), as_base64=form.base64, fields=form.fields())
+    return json.loads(b"[" + asyncio.run(items) + b"]")
+
+
+def test_encodings_that_there_are():
+    for name in (None, "float", "base64"):
+        assert vector_form(PLAIN, name, None).source == "dense"
+    assert vector_form(QUANTISED, "base64_int8", None).source == "int8"
     for name in ("bytes", "base64_int8", "base64_binary", ""):
         with pytest.raises(InvalidInput, match=r"expected one of float, base64$") as refused:
-            check_format(name, PLAIN)
+            vector_form(PLAIN, name, None)
         assert refused.value.param == "encoding_format"
     uneven = pb.ModelCard(outputs=[pb.OutputCard(name="binary", unavailable="uneven")])
     with pytest.raises(InvalidInput):
-        check_format("base64_binary", uneven)
+        vector_form(uneven, "base64_binary", None)
 
 
 @pytest.mark.parametrize(
-    ("encoding", "good", "bad"),
-    [("base64_int8", (0, 1, 63, 64), (65, 2**70)), ("base64_binary", (0, 8, 64), (1, 12, 72))],
+    ("card", "encoding", "dtype", "words"),
+    [
+        (PLAIN, None, "int8", "no quantiser of its own"),
+        (PLAIN, "base64", "uint8", "no quantiser of its own"),
+        (PLAIN, None, "float16", "expected one of float, int8, uint8, binary, ubinary"),
+        (PLAIN, None, "", "expected one of"),
+        (QUANTISED, "base64_int8", "ubinary", "send one of both"),
+        (QUANTISED, "base64_binary", "int8", "send one of both"),
+    ],
 )
-def test_dimensions_of_quantised_vectors(encoding, good, bad):
+def test_dtypes_that_cannot_be_had_are_refused_with_the_reason(card, encoding, dtype, words):
+    with pytest.raises(InvalidInput, match=words) as refused:
+        vector_form(card, encoding, dtype)
+    assert refused.value.param == "output_dtype"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "dtype", "good", "bad"),
+    [
+        ("base64_int8", None, (0, 1, 63, 64), (65, 2**70, -1)),
+        ("base64_binary", None, (0, 8, 64), (1, 12, 72)),
+        ("float", "uint8", (0, 1, 64), (65,)),
+        ("float", "ubinary", (0, 8, 64), (1, 12, 72)),
+        ("base64", "binary", (0, 8, 64), (1, 63)),
+        ("float", None, (0, 1, 64), (65,)),
+    ],
+)
+def test_dimensions_of_each_form(encoding, dtype, good, bad):
+    form = vector_form(QUANTISED, encoding, dtype)
     for dimensions in good:
-        check_quantised_dimensions(dimensions, encoding, QUANTISED)
+        form.check(dimensions)
     for dimensions in bad:
         with pytest.raises(InvalidInput, match=r"up to 64|1\.\.64") as refused:
-            check_quantised_dimensions(dimensions, encoding, QUANTISED)
+            form.check(dimensions)
         assert refused.value.param == "dimensions"
+
+
+def test_bits_of_a_vector_that_fills_no_byte_are_refused():
+    card = pb.ModelCard(outputs=[pb.OutputCard(name="dense", dtype=pb.FLOAT32, dimension=60)])
+    with pytest.raises(InvalidInput, match="dimensions of 60: a multiple of 8"):
+        vector_form(card, None, "ubinary").check(0)
 
 
 def test_quantised_vectors_travel_as_their_own_bytes():
     signed = np.array([[-127, 0, 127, 5]], dtype=np.int8)
-    raw = base64.b64decode(encoded(cut_quantised(signed, 3, "base64_int8"), "base64_int8")[0]["embedding"])
-    assert np.frombuffer(raw, np.int8).tolist() == [-127, 0, 127]
+    (item,) = sent(QUANTISED, signed, "base64_int8", dimensions=3)
+    assert np.frombuffer(base64.b64decode(item["embedding"]), np.int8).tolist() == [-127, 0, 127]
+    assert item["dtype"] == "int8"
     x = np.random.default_rng(0).standard_normal((2, 64))
     bits = np.packbits(x >= 0, axis=1, bitorder="little")
-    for item, row in zip(encoded(cut_quantised(bits, 24, "base64_binary"), "base64_binary"), x, strict=True):
+    for item, row in zip(sent(QUANTISED, bits, "base64_binary", dimensions=24), x, strict=True):
         raw = np.frombuffer(base64.b64decode(item["embedding"]), np.uint8)
         assert np.unpackbits(raw, bitorder="little").tolist() == (row[:24] >= 0).astype(int).tolist()
+        assert (item["dtype"], item["bit_order"]) == ("binary", "lsb")
+
+
+def test_signed_bytes_become_unsigned_ones_by_their_offset():
+    signed = np.array([[-128, -127, 0, 127]], dtype=np.int8)
+    (listed,), (packed,) = sent(QUANTISED, signed, dtype="uint8"), sent(QUANTISED, signed, "base64", "uint8")
+    assert listed == {"object": "embedding", "index": 0, "embedding": [0, 1, 128, 255], "dtype": "uint8"}
+    assert list(base64.b64decode(packed["embedding"])) == [0, 1, 128, 255]
+
+
+@pytest.mark.parametrize("dtype", ["binary", "ubinary"])
+def test_bits_are_those_of_sentence_transformers(dtype):
+    from sentence_transformers.util import quantize_embeddings
+
+    x = unit_rows(5, 64)
+    x[0, :9] = 0.0  # zero is not above zero
+    expected = quantize_embeddings(x, precision=dtype)
+    listed = sent(PLAIN, x, dtype=dtype)
+    assert np.array_equal([item["embedding"] for item in listed], expected)
+    assert {(item["dtype"], item["bit_order"]) for item in listed} == {(dtype, "msb")}
+    raw = [base64.b64decode(item["embedding"]) for item in sent(PLAIN, x, "base64", dtype)]
+    assert np.array_equal([np.frombuffer(row, expected.dtype) for row in raw], expected)

@@ -1,0 +1,56 @@
+"""What a front must know of the model beyond its card: how pairs are written, what separates chunks.
+
+Read from the same folder, with the same flags, as the engine reads it; a folder that holds a tokenizer and nothing else
+serves embeddings only. Knows files; knows neither replicas nor requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rose.config.folder import read_model_folder
+from rose.config.reranker import RerankerConfig
+
+# Keyword arguments of `read_model_folder` that settle what a folder leaves open.
+Reading = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """
+    Attributes:
+        reranker: how pairs are written and what the score means; None for an embedder.
+        token_types: whether the model tells the texts of a pair apart by token types.
+        separator_id: the id between the chunks of a document; None for a model without late chunking.
+        lower_case: texts are lower-cased before the tokenizer sees them.
+        tokenizer_folder: where tokenizer.json lies.
+    """
+
+    tokenizer_folder: Path
+
+    reranker: RerankerConfig | None = None
+    token_types: bool = False
+    separator_id: int | None = None
+    lower_case: bool = False
+
+
+def read_facts(folder: Path, reading: Reading | None = None) -> ModelFacts:
+    """
+    Args:
+        reading: as the engines were given it.
+
+    Raises:
+        CheckpointError: a folder with a config.json that cannot be read, as the engine would say.
+    """
+    if not (folder / "config.json").exists() and not (folder / "modules.json").exists():
+        return ModelFacts(folder)
+    read = read_model_folder(folder, **(reading or {}))
+    return ModelFacts(
+        read.backbone_path,
+        reranker=read.reranker,
+        token_types=read.architecture.type_vocab_size > 1,
+        separator_id=read.separator_id if read.contextual else None,
+        lower_case=read.do_lower_case,
+    )

@@ -1,0 +1,96 @@
+"""A JSON body as one of the request types, or an error that names the field.
+
+Knows JSON and msgspec's messages; knows no route.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import msgspec
+
+from rose.errors import InvalidInput, RoseError
+from rose.proto.frames import MAX_DEADLINE_MS
+
+TIMEOUT_HEADER = b"x-request-timeout-ms"
+T = TypeVar("T")
+_AT = re.compile(r" - at `\$\.?([A-Za-z_0-9]+)?.*`$")
+_MISSING = re.compile(r"required field `(\w+)`")
+
+
+def decode_body(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """Raises InvalidInput that names the field where there is one."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise _malformed(body, str(error)) from None
+    except RecursionError:
+        raise InvalidInput("the JSON is nested too deeply") from None
+
+
+def timeout_s(header: bytes | None, default: float) -> float:
+    """Seconds a request may take. Raises InvalidInput unless the header is a whole number of milliseconds."""
+    if header is None:
+        return default
+    text = header.strip()
+    if not text.isdigit() or not 0 < int(text) <= MAX_DEADLINE_MS:
+        raise InvalidInput(
+            f"X-Request-Timeout-Ms is {header!r}: expected whole milliseconds, 1..{MAX_DEADLINE_MS}",
+            param="X-Request-Timeout-Ms",
+        )
+    return int(text) / 1000
+
+
+def _invalid(text: str) -> InvalidInput:
+    at = _AT.search(text) or _MISSING.search(text)
+    return InvalidInput(text[:1].lower() + text[1:], param=at.group(1) if at else None)
+
+
+def _malformed(body: bytes, text: str) -> RoseError:
+    """Why the body is no JSON; a lone surrogate, which JSON's grammar allows, is named with its field and item."""
+    if b"\\ud" in body.lower():
+        found = _lone_surrogate(body)
+        if found is not None:
+            param, index = found
+            return InvalidInput(
+                "the text holds a lone surrogate, which is no Unicode text: send the pair, or leave it out",
+                param=param,
+                index=index,
+            )
+    return InvalidInput(f"the body is no valid JSON: {text}")
+
+
+def _lone_surrogate(body: bytes) -> tuple[str, int] | None:
+    """The field and the item of the first one."""
+    try:
+        fields: dict[str, Any] = json.loads(body)
+        pairs = [(name, i, text) for name, value in fields.items() for i, text in _texts(value)]
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    return next(((name, i) for name, i, text in pairs if not _is_unicode(text)), None)
+
+
+def _texts(value: Any) -> Iterator[tuple[int, str]]:
+    """Every text of a field, with the item it belongs to."""
+    items = value if isinstance(value, list) else [value]
+    waiting = [(i, item) for i, item in reversed(list(enumerate(items)))]
+    while waiting:
+        index, item = waiting.pop()
+        if isinstance(item, str):
+            yield index, item
+        elif isinstance(item, list | dict):
+            inner = item if isinstance(item, list) else list(item.values())
+            waiting += [(index, one) for one in reversed(inner)]
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
