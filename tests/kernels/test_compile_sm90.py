@@ -137,6 +137,13 @@ def test_pool(compiled, mode, how):
     check(compiled, 2 if (mode, how) == ("mean", "l2") else 1)
 
 
+def test_pool_spans(compiled):
+    from rose.kernels.pool import pool_spans_triton
+
+    pool_spans_triton(bf16(5, 1024), ints(6).view(3, 2))
+    check(compiled, 1)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 16, 64), (16, 8, 128), (8, 2, 256)])
 @pytest.mark.parametrize(("max_length", "causal"), [(128, False), (512, True)])
 def test_short_attention(compiled, heads, kv_heads, head_dim, max_length, causal):
