@@ -122,7 +122,7 @@ def read_model_folder(
         modules.logit_score,
         sentence_config,
         tokens,
-        name="" if modules.pooling is not None else root.resolve().name,
+        name="" if modules.pooling is not None or pooling is not None else root.resolve().name,
         task=task,
         template=template,
     )
@@ -131,6 +131,8 @@ def read_model_folder(
             f"{root} is both: {architecture.architecture} scores, and {modules.pooling.source} makes a vector; "
             "settle it with --task rerank or embed"
         )
+    if reranker is not None and pooling is not None:
+        raise CheckpointError(f"{root} scores pairs and pools nothing ({reranker.source}); leave --pooling out")
     contextual = architecture.architecture == _CONTEXTUAL
     if contextual:
         modules = _with_the_classes_own(modules)

@@ -31,7 +31,10 @@ class TokenizerFiles:
 
     def id_of(self, token: str | None) -> int | None:
         """The id of a token as the vocabulary spells it, or None where it has none."""
-        return None if token is None else self._ids.get(token)
+        if token is None:
+            return None
+        found = self._listed.get(token)  # a small file; the vocabulary may have megabytes
+        return self._ids.get(token) if found is None else found
 
     def role_id(self, role: str) -> int | None:
         return self.id_of(self.text_of(role))
@@ -55,6 +58,12 @@ class TokenizerFiles:
     @cached_property
     def _special_tokens(self) -> JsonFile:
         return JsonFile.read_if_there(self.folder / "special_tokens_map.json")
+
+    @cached_property
+    def _listed(self) -> dict[str, int]:
+        """Added tokens, where tokenizer_config.json lists them by id."""
+        table = self.config.child("added_tokens_decoder")
+        return {table.child(index).text("content"): int(index) for index in table.data if index.isdigit()}
 
     @cached_property
     def _ids(self) -> dict[str, int]:

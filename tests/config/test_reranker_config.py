@@ -130,6 +130,14 @@ def test_embedder_of_a_reranker(tmp_path):
     assert folder.pooling.modes == ("last",)
 
 
+def test_pooling_of_a_reranker_is_refused(tmp_path):
+    """Rather than being ignored. For a language model it says instead that vectors are wanted."""
+    with pytest.raises(CheckpointError, match=r"scores pairs and pools nothing \(.*\); leave --pooling out"):
+        read_model_folder(tiny_cross_encoder_bert(tmp_path / "m"), pooling="cls")
+    path = tiny_qwen3_reranker(tmp_path / "Qwen3-Reranker", logit_score=False)
+    assert read_model_folder(path, pooling="last").reranker is None
+
+
 def test_converted_classifier_says_how_its_pair_is_written(tmp_path):
     path = tiny_qwen3_classifier(tmp_path / "m")
     with pytest.raises(CheckpointError, match=r"does not say how a pair is written; settle it with --rerank-template"):

@@ -202,6 +202,16 @@ def test_added_token_with_flags(tmp_path):
     assert [read_model_folder(path).separator_id] == expected
 
 
+def test_ids_listed_beside_the_tokenizer(tmp_path):
+    """As older tokenizer files have it; the vocabulary of megabytes then needs no reading."""
+    path = tiny_pplx_context(tmp_path / "m")
+    expected = read_model_folder(path).separator_id
+    listed = {str(expected): {"content": "<|endoftext|>", "special": True}}
+    edit_json(path / "tokenizer_config.json", added_tokens_decoder=listed)
+    (path / "tokenizer.json").rename(tmp_path / "elsewhere.json")
+    assert read_model_folder(path).separator_id == expected
+
+
 def test_spans_of_any_mean_pooled_model(tmp_path):
     """Dense modules and normalisation follow each chunk's mean as they follow a sentence's."""
     model = load(tiny_bert(tmp_path / "m", dense=[Dense(64, 40)]))

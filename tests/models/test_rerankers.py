@@ -184,6 +184,37 @@ def test_one_row_of_the_head_is_read(tmp_path, monkeypatch):
     assert [tuple(p.shape) for p in model.head.parameters()] == [(1, 64)]
 
 
+@pytest.mark.parametrize("make", [tiny_qwen3_reranker, tiny_cross_encoder_bert, tiny_cross_encoder_xlmr])
+def test_weights_in_a_torch_file(tmp_path, make):
+    path = make(tmp_path / "m")
+    before = score(load_reranker(path), PAIRS)
+    torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+    assert torch.equal(score(load_reranker(path), PAIRS), before)
+
+
+@pytest.mark.parametrize("make", [tiny_cross_encoder_bert, tiny_cross_encoder_xlmr, tiny_qwen3_classifier])
+def test_as_transformers_saves_it(tmp_path, make):
+    """Today's own writer, in shards: config.json and names as the library of this version has them."""
+    path = make(tmp_path / "m", labels=3)
+    reading = {"template": "none"} if make is tiny_qwen3_classifier else {}
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+    theirs.save_pretrained(tmp_path / "saved", max_shard_size="60KB")
+    ids = random_sequences([9, 30], 150)
+    ours, saved = load_reranker(path, **reading), load_reranker(tmp_path / "saved", **reading)
+    assert saved.folder.reranker.labels == ours.folder.reranker.labels
+    torch.testing.assert_close(
+        saved(batch_of(saved, ids), ["score"])["score"], ours(batch_of(ours, ids), ["score"])["score"]
+    )
+
+
+def test_id_past_the_matrix(tmp_path):
+    path = tiny_qwen3_reranker(tmp_path / "m")
+    edit_json(path / "1_LogitScore/config.json", true_token_id=9999)
+    with pytest.raises(CheckpointError, match=r"model.embed_tokens.weight in .* has shape .*, and no row 9999"):
+        load_reranker(path)
+
+
 def test_scores_stay_apart_in_half_precision(tmp_path):
     """Report C104 (mteb#4934): the difference is one product in fp32, so near scores do not collapse into ties.
 
