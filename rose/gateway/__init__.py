@@ -10,6 +10,7 @@
     json_body.py           a JSON body as a request type, or an error that names the field
     embeddings.py          POST /v1/embeddings; embedding_request.py reads it, vectors.py writes its numbers
     forms.py               floats, bytes and bits; named_outputs.py several outputs side by side
+    contextual_route.py    POST /v1/contextualizedembeddings (schemas_context.py); contextual.py joins and bounds chunks
     rank_routes.py         POST /v1/rerank, /v1/score; rank_request.py reads them, schemas_rank.py has their types
     pages.py, openapi.py   health, readiness, models, metrics, the API document (schemas.py) and its page
     http_errors.py         the error table as OpenAI clients know it

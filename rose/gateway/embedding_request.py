@@ -53,7 +53,7 @@ def make_plan(request: EmbeddingRequest, card: pb.ModelCard, max_items: int, dea
         Unsupported: a model whose default output is no vector a text.
     """
     form = vector_form(card, request.encoding_format, request.output_dtype)
-    dimensions = _dimensions(request, card, form, strict=strict)
+    dimensions = check_form_dimensions(request.dimensions, card, form, strict=strict)
     named = _named(request, card, form)
     if named is None:
         _check_one_row_a_text(card, form)
@@ -77,9 +77,8 @@ def make_plan(request: EmbeddingRequest, card: pb.ModelCard, max_items: int, dea
     return Plan(job, form, cut, named)
 
 
-def _dimensions(request: EmbeddingRequest, card: pb.ModelCard, form: Form, *, strict: bool) -> int:
-    """0 for all of them."""
-    dimensions = request.dimensions
+def check_form_dimensions(dimensions: int | None, card: pb.ModelCard, form: Form, *, strict: bool) -> int:
+    """0 for all of them. Raises InvalidInput for dimensions that this form cannot have."""
     if dimensions is not None and dimensions < 1:
         raise InvalidInput(f"dimensions of {show(dimensions)}: expected 1 or more, or null for all", param="dimensions")
     if dimensions or form.dtype != "float32":

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from rose.config.serving import GatewayConfig
 from rose.gateway.app import HttpFront
+from rose.gateway.contextual import ContextualService
+from rose.gateway.contextual_route import ContextualRoute
 from rose.gateway.embeddings import EmbeddingsRoute
 from rose.gateway.facts import Reading, read_facts
 from rose.gateway.lifecycle import Lifecycle
@@ -73,14 +75,20 @@ async def make_front(
                 tokenizer_pool=lambda: tokenizer.pool_depth,
                 ready=lambda: float(pages.readiness().ready),
             )
-            http = http_front(service, rank, pages, lifecycle, metrics)
+            contextual = ContextualService(service, facts)
+            http = http_front(service, rank, contextual, pages, lifecycle, metrics)
             yield Front(http, service, rank, lifecycle, metrics, pool, pages)
     finally:
         tokenizer.close()
 
 
 def http_front(
-    service: EmbedService, rank: RankService, pages: Pages, lifecycle: Lifecycle, metrics: Metrics
+    service: EmbedService,
+    rank: RankService,
+    contextual: ContextualService,
+    pages: Pages,
+    lifecycle: Lifecycle,
+    metrics: Metrics,
 ) -> HttpFront:
     embeddings = EmbeddingsRoute(service, metrics)
     rerank, score = RerankRoute(rank, metrics), ScoreRoute(rank, metrics)
@@ -92,6 +100,7 @@ def http_front(
             "/rerank": rerank,
             "/v1/score": score,
             "/score": score,
+            "/v1/contextualizedembeddings": ContextualRoute(contextual, metrics),
         },
         {
             "/v1/models": pages.models,

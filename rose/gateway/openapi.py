@@ -21,11 +21,12 @@ from rose.gateway.schemas import (
     ModelList,
     Readiness,
 )
+from rose.gateway.schemas_context import ContextualRequest, ContextualResponse
 from rose.gateway.schemas_rank import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
 
 _TYPES = (
     *(EmbeddingRequest, EmbeddingResponse, RerankRequest, RerankResponse, ScoreRequest, ScoreResponse),
-    *(ErrorResponse, Liveness, Model, ModelList, Readiness),
+    *(ContextualRequest, ContextualResponse, ErrorResponse, Liveness, Model, ModelList, Readiness),
 )
 _TITLE = "ROSE"
 _ABOUT = """\
@@ -39,6 +40,7 @@ milliseconds of tokenize, queue, compute and encode.
 _EXAMPLE = {"input": ["where does the river meet the sea?", "south of the old lighthouse"], "encoding_format": "float"}
 _RERANK_EXAMPLE = {"query": "where does the river meet the sea?", "documents": ["south of the lighthouse", "salt"]}
 _SCORE_EXAMPLE = {"text_1": "where does the river meet the sea?", "text_2": ["south of the lighthouse", "salt"]}
+_CONTEXTUAL_EXAMPLE = {"input": [["The river rises in the hills.", "It meets the sea."]], "encoding_format": "float"}
 _REQUEST_HEADERS = [
     {
         "name": "X-Request-Id",
@@ -65,6 +67,7 @@ def openapi_document(config: GatewayConfig) -> dict[str, Any]:
             **{path: {"post": _embeddings(config)} for path in ("/v1/embeddings", "/embeddings")},
             **{path: {"post": _rerank(config)} for path in ("/v1/rerank", "/rerank")},
             **{path: {"post": _score(config)} for path in ("/v1/score", "/score")},
+            "/v1/contextualizedembeddings": {"post": _contextual(config)},
             **{path: {"get": _models()} for path in ("/v1/models", "/models")},
             "/v1/models/{model}": {"get": _model()},
             "/health": {"get": _page("The process is alive", Liveness, "state")},
@@ -124,6 +127,17 @@ def _score(config: GatewayConfig) -> dict[str, Any]:
         f"One text with any number of others, or as many with as many; at most {config.max_items} pairs.",
         (ScoreRequest, _SCORE_EXAMPLE),
         ("One score a pair, in order", ScoreResponse),
+    )
+
+
+def _contextual(config: GatewayConfig) -> dict[str, Any]:
+    return _work(
+        "embeddings",
+        "Vectors of chunks that have seen their whole document",
+        f"In Perplexity's shape, for its contextual models. At most {config.max_documents} documents, "
+        f"{config.max_chunks} chunks and {config.max_context_tokens} tokens a request.",
+        (ContextualRequest, _CONTEXTUAL_EXAMPLE),
+        ("One list a document, one vector a chunk", ContextualResponse),
     )
 
 
