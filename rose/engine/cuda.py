@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
@@ -58,10 +58,27 @@ class _Waiter:
                 _log.exception("a callback of a finished batch raised")
 
 
-class CudaTicket(Generic[T]):
-    """What was queued between two events of one stream."""
+class _Events:
+    """Events to record and to give back: making two for every batch costs more than recording them."""
 
-    __slots__ = ("_end", "_ready", "_start", "_value", "_waiter", "expected_end")
+    def __init__(self) -> None:
+        self._free: list[torch.cuda.Event] = []
+
+    def take(self) -> torch.cuda.Event:
+        return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+
+    def give(self, *events: torch.cuda.Event) -> None:
+        self._free.extend(events)
+
+
+class CudaTicket(Generic[T]):
+    """What was queued between two events of one stream.
+
+    The events go back once the time between them was asked for: from then on the ticket answers from memory. Who waits
+    in another thread at that moment may see them recorded anew, and waits for a later batch of the same stream then.
+    """
+
+    __slots__ = ("_end", "_events", "_ready", "_seconds", "_start", "_value", "_waiter", "expected_end")
 
     def __init__(
         self,
@@ -69,13 +86,16 @@ class CudaTicket(Generic[T]):
         start: torch.cuda.Event,
         end: torch.cuda.Event,
         waiter: _Waiter,
+        events: _Events,
         expected_end: float | None,
     ) -> None:
         self._value = value
         self._start = start
         self._end = end
         self._waiter = waiter
+        self._events: _Events | None = events
         self._ready = False
+        self._seconds: float | None = None
         self.expected_end = expected_end
 
     def ready(self) -> bool:
@@ -84,20 +104,26 @@ class CudaTicket(Generic[T]):
         return self._ready
 
     def wait(self) -> None:
-        self._end.synchronize()
-        self._ready = True
+        if not self._ready:
+            self._end.synchronize()
+            self._ready = True
 
     def result(self) -> T:
         self.wait()
         return self._value
 
     def seconds(self) -> float | None:
-        return self._start.elapsed_time(self._end) * 1e-3 if self.ready() else None
+        if self._seconds is None and self.ready():
+            self._seconds = self._start.elapsed_time(self._end) * 1e-3
+            if self._events is not None:
+                self._events.give(self._start, self._end)
+        return self._seconds
 
     def on_done(self, callback: Callable[[], None]) -> None:
         if self.ready():
             callback()
         else:
+            self._events = None  # the waiter's thread holds the end from now on
             self._waiter.call_after(self._end, callback)
 
 
@@ -111,6 +137,7 @@ class CudaExecutor:
         # A high priority lets a query's kernels go before those of other streams on a shared device.
         self.stream = torch.cuda.Stream(self.device, priority=-1)
         self._waiter = _Waiter(self.device)
+        self._events = _Events()
         self._last: Ticket[object] | None = None
         self._closed = False
 
@@ -119,17 +146,27 @@ class CudaExecutor:
             raise RuntimeError("this executor is closed")
         # Before anything is queued: the device's time counts from the first event on, whatever the launches take.
         expected_end = expected_end_after(self._last, expected_seconds)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(self.stream), torch.inference_mode():
-            start.record(self.stream)
-            try:
-                value = fn()
-            except BaseException as error:  # noqa: BLE001  it concerns this batch only
-                return DoneTicket.failed(error)
-            end.record(self.stream)
-        ticket = CudaTicket(value, start, end, self._waiter, expected_end)
+        if torch.is_inference_mode_enabled() and torch.cuda.current_stream(self.device) == self.stream:
+            return self._queue(fn, expected_end)
+        with self.owner():
+            return self._queue(fn, expected_end)
+
+    def _queue(self, fn: Callable[[], T], expected_end: float | None) -> Ticket[T]:
+        start, end = self._events.take(), self._events.take()
+        start.record(self.stream)
+        try:
+            value = fn()
+        except BaseException as error:  # noqa: BLE001  it concerns this batch only
+            return DoneTicket.failed(error)
+        end.record(self.stream)
+        ticket = CudaTicket(value, start, end, self._waiter, self._events, expected_end)
         self._last = ticket
         return ticket
+
+    @contextlib.contextmanager
+    def owner(self) -> Iterator[None]:
+        with torch.cuda.stream(self.stream), torch.inference_mode():
+            yield
 
     def fileno(self) -> int | None:
         return None

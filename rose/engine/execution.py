@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
@@ -66,6 +67,10 @@ class Executor(Protocol):
         Args:
             expected_seconds: how long the device is thought to take, counted from the end of what was launched before.
         """
+        ...
+
+    def owner(self) -> AbstractContextManager[None]:
+        """Inside, the calling thread is set up for launches, which need not switch to their stream and back each."""
         ...
 
     def fileno(self) -> int | None:
@@ -223,6 +228,9 @@ class CpuExecutor:
 
         self._queue.put(job)
         return ticket
+
+    def owner(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def fileno(self) -> int:
         return self._wake_up.fileno()

@@ -64,11 +64,12 @@ class Capturer(Protocol):
 class Forward(Protocol):
     """A forward that can be pointed at input buffers."""
 
-    def load(self, packed: Tensor, graph_key: GraphKey | None) -> None:
+    def load(self, packed: Tensor, graph_key: GraphKey | None, like: Forward | None = None) -> None:
         """Make the batch out of the packed buffer and plan its attention; not captured, repeated before each replay.
 
         Args:
             graph_key: the key whose plan and buffers to use, or None for a batch that no graph will replay.
+            like: a forward of this key that was loaded from the same buffer: its views of it serve again.
 
         Raises:
             WorkspaceFull: no memory for the plan of one more key.
@@ -160,7 +161,7 @@ class LazyGraphs:
         elif held is not None:
             self.metrics.hits += 1
             held.packed.copy_(inputs, non_blocking=True)
-            forward.load(held.packed, key)
+            forward.load(held.packed, key, held.forward)
         if held is None:
             return self._run_plain(key, inputs, forward)
         held.last_used = self._runs

@@ -91,8 +91,16 @@ class Staged:
         """Rows of pooled outputs as the model gives them."""
         return self.layout.spans or self.layout.sequences
 
-    def batch(self, packed: Tensor, graph_key: GraphKey | None = None) -> Batch:
-        """The batch whose tensors are views of `packed`, [layout.size] int32 on any device."""
+    def batch(self, packed: Tensor, graph_key: GraphKey | None = None, like: Batch | None = None) -> Batch:
+        """The batch whose tensors are views of `packed`, [layout.size] int32 on any device.
+
+        Args:
+            like: another batch of the same layout out of the same `packed`, whose views it takes.
+        """
+        if like is not None:
+            ids, positions, boundaries = like.ids, like.positions, like.cu_seqlens
+            longest = self.max_length
+            return Batch(ids, positions, boundaries, self.lengths, longest, like.type_ids, like.spans, key=graph_key)
         layout = self.layout
         row, tokens = layout.row, layout.tokens
         return Batch(

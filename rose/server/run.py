@@ -129,7 +129,8 @@ def serve(
             _log.info("serving\n%s", table(card, folder, limits, address))
             type_vocab_size = folder.architecture.type_vocab_size
             reactor = build_reactor(engine, model, card, listener, limits, config, device, type_vocab_size)
-            return _run(reactor, device, lambda: on_ready(address) if on_ready is not None else None)
+            with engine.executor.owner():
+                return _run(reactor, device, lambda: on_ready(address) if on_ready is not None else None)
 
 
 def build_reactor(

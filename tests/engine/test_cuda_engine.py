@@ -204,3 +204,20 @@ def test_memory_is_flat_after_warm_up(engine: Engine) -> None:
     rounds(60)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() - before < 1 << 20
+
+
+def test_whole_spans_are_whole_vectors_and_empty_ones_are_zero(engine: Engine, folder: Path) -> None:
+    if read_model_folder(folder).pooling is None or read_model_folder(folder).pooling.modes != ("mean",):
+        pytest.skip("parts are pooled by their mean, and this model pools otherwise")
+    items = sequences([40, 7, 129])
+    whole = embed(engine, items)
+    spans = [np.array([[0, len(ids)], [3, 3], [1, 5]], dtype=np.int32) for ids in items]
+    captures = engine.graphs.metrics.captures
+    for _ in range(3):
+        engine.add(Request(next(_next), items, spans=spans))
+        results = [result for _ in range(3) for result in engine.step()]
+        rows = np.concatenate([result.outputs["dense"].result() for result in results]).reshape(3, 3, -1)
+        assert cosine(rows[:, 0], whole).min() >= 0.9999
+        assert not rows[:, 1].any()
+        assert np.isfinite(rows).all()
+    assert engine.graphs.metrics.captures == captures

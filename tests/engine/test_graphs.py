@@ -57,7 +57,7 @@ class Sum:
         self.full = False
         self.capturable = True
 
-    def load(self, packed, graph_key):
+    def load(self, packed, graph_key, like=None):
         if self.full and graph_key is not None:
             raise WorkspaceFull("no room for one more plan")
         self.packed = packed
@@ -109,6 +109,21 @@ def test_every_hit_of_a_key_is_planned_under_it_and_replays_read_the_same_buffer
         places.append(forward.packed.data_ptr())
     assert forward.loads == [key(64)] * 4
     assert len(set(places[1:])) == 1
+
+
+def test_replays_are_told_which_forward_saw_their_buffer_first():
+    graphs, _ = make(FakeCapturer())
+    liked = []
+
+    class Watching(Sum):
+        def load(self, packed, graph_key, like=None):
+            liked.append((like, like is None or like.packed.data_ptr() == packed.data_ptr()))
+            super().load(packed, graph_key)
+
+    forwards = [Watching() for _ in range(4)]
+    for number, forward in enumerate(forwards):
+        run(graphs, key(64), number, forward)
+    assert liked == [(None, True), (None, True), (forwards[1], True), (forwards[1], True)]
 
 
 def test_keys_do_not_share_buffers():
@@ -243,7 +258,7 @@ def test_a_forward_that_raises_raises_and_the_key_goes_on():
     run(graphs, key(64), 0)
 
     class Broken(Sum):
-        def load(self, packed, graph_key):
+        def load(self, packed, graph_key, like=None):
             raise ArithmeticError("no")
 
     with pytest.raises(ArithmeticError):

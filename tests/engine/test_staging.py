@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rose.batch import Batch
 from rose.engine.buckets import Buckets
 from rose.engine.execution import DoneTicket
 from rose.engine.open_request import Run, Work
@@ -75,6 +76,27 @@ def test_a_buffer_used_before_leaves_nothing_behind():
     batch = staged.batch(staged.packed)
     assert batch.ids.tolist() == [7, 8, 9] + [0] * 61
     assert batch.type_ids.tolist() == [1] * 3 + [0] * 61
+
+
+def test_a_batch_takes_the_views_of_another_of_its_layout():
+    staging = Staging(pin=False)
+    works = [work_of([[5, 6]], types=(0,)), work_of([[4, 7]], types=(0,))]
+    key = BUCKETS.key([5, 6], ("e",), token_types=True)
+    assert key == BUCKETS.key([4, 7], ("e",), token_types=True)
+    held = torch.empty(0, dtype=torch.int32)
+    first: Batch | None = None
+    for slot, work in enumerate(works):
+        staged = staging.write(slot, work, key)
+        if first is None:
+            held = staged.packed.clone()
+            first = staged.batch(held, key)
+            continue
+        held.copy_(staged.packed)
+        again, fresh = staged.batch(held, key, first), staged.batch(held, key)
+        for name in ("ids", "positions", "cu_seqlens", "type_ids"):
+            assert getattr(again, name) is getattr(first, name)
+            assert torch.equal(getattr(again, name), getattr(fresh, name))
+        assert (again.lengths, again.max_length, again.key) == (fresh.lengths, fresh.max_length, key)
 
 
 def test_the_two_slots_share_no_memory():
