@@ -14,7 +14,7 @@
     rank_routes.py         POST /v1/rerank, /v1/score; rank_request.py reads them, schemas_rank.py has their types
     pages.py, openapi.py   health, readiness, models, metrics, the API document (schemas.py) and its page
     http_errors.py         the error table as OpenAI clients know it
-    grpc_front.py          rose.v1.Rose, health and reflection
+    grpc_front.py          rose.v1.Rose, health and reflection; grpc_calls.py what its calls do
 
     service.py             checks, prompt, tokens, replicas: what every carrier shares
     ranking.py             scores of pairs: methods.py which way, pairs.py both texts as one sequence, comparing.py

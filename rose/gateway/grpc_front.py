@@ -1,7 +1,7 @@
 """The gRPC front: rose.v1.Rose over the same service, in the same event loop, with health and reflection.
 
 Messages come in as bytes and are parsed here, so that a broken one is the caller's error (INVALID_ARGUMENT) and not an
-internal one. Knows gRPC; knows neither text processing nor replicas.
+internal one. Knows gRPC; knows neither what the calls mean nor replicas.
 """
 
 from __future__ import annotations
@@ -10,26 +10,28 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rose.errors import DeadlineExceeded, InternalError, InvalidInput, PayloadTooLarge, RoseError
+from rose.gateway import grpc_calls
 from rose.gateway.front import Front
-from rose.gateway.inputs import FIELD, Input, Tokens, check_texts
-from rose.gateway.service import EmbedJob
+from rose.gateway.grpc_calls import Answered
 from rose.proto import rose_pb2 as pb
-from rose.proto.convert import check_token_ids, error_to_proto, tensor_to_proto, tokens_from_proto
+from rose.proto.convert import error_to_proto
 
 log = logging.getLogger("rose.gateway")
 SERVICE = pb.DESCRIPTOR.services_by_name["Rose"].full_name
-ERROR_KEY, PROMPT_KEY = "rose-error-bin", "rose-prompt"
+ERROR_KEY = "rose-error-bin"
 # How often readiness is looked at for the health service; draining is told at once.
 HEALTH_S = 0.2
 # What a call may still need to get its bytes out once nothing is in flight.
 STOP_GRACE_S = 0.5
+M = TypeVar("M", bound=Message)
 Method = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
 
 
@@ -49,7 +51,9 @@ class GrpcFront:
             )
         )
         methods = {
-            "Embed": self._handler("Embed", self._embed),
+            "Embed": self._handler("Embed", self._work(pb.EmbedRequest, grpc_calls.embed)),
+            "Rerank": self._handler("Rerank", self._work(pb.RerankRequest, grpc_calls.rerank)),
+            "Score": self._handler("Score", self._work(pb.ScoreRequest, grpc_calls.score)),
             "Info": self._handler("Info", self._info),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
@@ -72,50 +76,26 @@ class GrpcFront:
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
-    async def _embed(self, raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        service = self._front.service
-        started = time.perf_counter()
-        request = self._parse(raw)
-        card = service.card_for(request.model)
-        job = EmbedJob(
-            input=_input(request, card, service.config.max_items),
-            outputs=tuple(request.outputs),
-            dimensions=request.dimensions,
-            prompt_name=request.prompt_name or None,
-            priority=request.priority,
-            deadline=_deadline(context, service.config.default_timeout_s),
-        )
-        done = await service.embed(card, job)
-        if done.prompt_name is not None:
-            context.set_trailing_metadata(((PROMPT_KEY, done.prompt_name),))
-        timing = done.result.timing
-        answer = pb.EmbedResponse(
-            outputs=[
-                pb.Output(name=name, values=tensor_to_proto(values), splits=done.result.splits.get(name, ()))
-                for name, values in done.result.outputs.items()
-            ],
-            prompt_tokens=done.tokens,
-            timing=pb.Timing(
-                queue_us=round(timing.queue_s * 1e6), compute_us=round(timing.compute_s * 1e6), batches=timing.batches
-            ),
-        ).SerializeToString()
-        log.debug("Embed of %d tokens took %.3f ms", done.tokens, (time.perf_counter() - started) * 1e3)
-        return answer
-
     async def _info(self, raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
         card = pb.ModelCard()
         card.CopyFrom(self._front.pool.card)
         card.max_request_items = self._front.service.config.max_items
         return card.SerializeToString()
 
-    def _parse(self, raw: bytes) -> pb.EmbedRequest:
-        limit = self._front.service.config.max_body_bytes
-        if len(raw) > limit:
-            raise PayloadTooLarge(f"the message has {len(raw)} bytes, the limit is {limit} bytes")
-        try:
-            return pb.EmbedRequest.FromString(raw)
-        except DecodeError as error:
-            raise InvalidInput(f"the message is no EmbedRequest (texts must be valid UTF-8): {error}") from None
+    def _work(self, kind: type[M], run: Callable[[Front, M, float], Awaitable[Answered]]) -> Method:
+        """A call that costs model time: parse, run before the deadline, name the prompts."""
+
+        async def method(raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            front, started = self._front, time.perf_counter()
+            request = _parse(raw, kind, front.service.config.max_body_bytes)
+            done = await run(front, request, _deadline(context, front.service.config.default_timeout_s))
+            if done.prompts:
+                context.set_trailing_metadata(tuple(done.prompts.items()))
+            answer = done.message.SerializeToString()
+            log.debug("%s took %.3f ms", kind.DESCRIPTOR.name, (time.perf_counter() - started) * 1e3)
+            return answer
+
+        return method
 
     def _handler(self, name: str, method: Method) -> grpc.RpcMethodHandler:
         """Counts a call, and turns every failure into the status of the error table with the Error beside it."""
@@ -169,16 +149,14 @@ class GrpcFront:
             await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
 
 
-def _input(request: pb.EmbedRequest, card: pb.ModelCard, max_items: int) -> Input:
-    match request.WhichOneof("input"):
-        case "texts":
-            return check_texts(list(request.texts.items), max_items)
-        case "tokens":
-            sequences = tokens_from_proto(request.tokens)
-            check_token_ids(sequences, card.vocab_size)
-            return Tokens(sequences)
-        case _:
-            raise InvalidInput("neither texts nor tokens were sent", param=FIELD)
+def _parse(raw: bytes, kind: type[M], limit: int) -> M:
+    if len(raw) > limit:
+        raise PayloadTooLarge(f"the message has {len(raw)} bytes, the limit is {limit} bytes")
+    try:
+        return kind.FromString(raw)
+    except DecodeError as error:
+        name = kind.DESCRIPTOR.name
+        raise InvalidInput(f"the message is no {name} (texts must be valid UTF-8): {error}") from None
 
 
 def _deadline(context: grpc.aio.ServicerContext, default_s: float) -> float:

@@ -35,6 +35,8 @@ class EmbedJob:
         input: texts or token ids, already checked for themselves.
         prompt_name: a prompt of the model card; "" for none, None for the model's default.
         prompt: a prompt in words, put before every text; "" for none.
+        token_types: beside token ids, or None for all zero.
+        spans: beside token ids, [n, 2] each, or None: parts that are pooled each by itself.
         cut_to: cut longer inputs to this many tokens, -1 for the model's limit; None refuses them.
         deadline: loop.time() after which nobody wants the answer.
     """
@@ -44,6 +46,8 @@ class EmbedJob:
     dimensions: int = 0
     prompt_name: str | None = None
     prompt: str | None = None
+    token_types: Sequence[IntArray] | None = None
+    spans: Sequence[IntArray] | None = None
     cut_to: int | None = None
     split_special_tokens: bool = False
     priority: pb.Priority.ValueType = pb.ONLINE
@@ -103,7 +107,13 @@ class EmbedService:
         check_tokens(tokens, self.config.max_request_tokens, FIELD)
         check_size(card, job.outputs, tokens)
         result = await self.pool.embed(
-            sequences, outputs=job.outputs, dimensions=job.dimensions, priority=job.priority, deadline=job.deadline
+            sequences,
+            outputs=job.outputs,
+            dimensions=job.dimensions,
+            priority=job.priority,
+            token_types=job.token_types,
+            spans=job.spans,
+            deadline=job.deadline,
         )
         self.count(len(sequences), tokens, tokenize_s, result.timing)
         return Embedded(result, prompt_name, sequences, tokens, tokenize_s)
