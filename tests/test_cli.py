@@ -23,7 +23,7 @@ def commands() -> list[str]:
 
 
 def test_the_commands_are_those_of_the_documentation():
-    assert commands() == ["pull", "serve", "gateway", "info", "doctor", "bench", "version"]
+    assert commands() == ["pull", "serve", "gateway", "embed", "rerank", "info", "doctor", "bench", "version"]
 
 
 @pytest.mark.parametrize("name", commands())

@@ -1,19 +1,22 @@
 """The parser of all commands, and what becomes of a command that fails.
 
-Knows the commands and the exit statuses: 0 done, 1 not as it should be, 2 wrong usage or refused at start-up, 130
-interrupted.
+Knows the commands and the exit statuses: 0 done, 1 not as it should be, 2 wrong usage or refused at start-up,
+130 interrupted, 141 the reader of its output went away.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 import rose
 from rose.cli.bench import add_bench
 from rose.cli.doctor import add_doctor
+from rose.cli.embed import add_embed
 from rose.cli.models import add_info, add_pull
+from rose.cli.rerank import add_rerank
 from rose.cli.serving import add_gateway, add_serve
 from rose.cli.shared import Command, Commands, add_command
 from rose.errors import RoseError
@@ -35,13 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever read standard output has had enough; Python must not try to flush the rest at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _missing(module: str) -> str:
-    return (
-        f"this command needs the Python module {module}, which is not installed here; "
-        "for serving, install rose-serving[gateway]"
-    )
+    needed_for = "for Parquet files, install rose-serving[parquet]"
+    if module.partition(".")[0] != "pyarrow":
+        needed_for = "for serving, install rose-serving[gateway]"
+    return f"this command needs the Python module {module}, which is not installed here; {needed_for}"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -49,12 +56,13 @@ def build_parser() -> argparse.ArgumentParser:
         prog="rose",
         description="Serve embedders from one runtime: an engine process per device, and a thin HTTP and gRPC front.",
         epilog="examples:\n  rose serve minilm\n  rose serve ./my-model --http 8080 --grpc 9090\n"
+        "  rose embed texts.txt -o vectors.npy\n"
         "  rose COMMAND --help    options and examples of one command",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"rose {rose.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (add_pull, add_serve, add_gateway, add_info, add_doctor, add_bench, _add_version):
+    for add in (add_pull, add_serve, add_gateway, add_embed, add_rerank, add_info, add_doctor, add_bench, _add_version):
         add(commands)
     return parser
 

@@ -1,0 +1,132 @@
+"""A file that is written in many steps and is either whole or not there; an interrupted run goes on where it stopped.
+
+    OUT.partial         rows so far
+    OUT.partial.json    how many of them count, which settings they were made with, a digest of the texts behind them
+
+The record is replaced after each step, behind the data: what was written and not recorded is cut off. Knows files;
+knows neither formats nor servers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rose.errors import InvalidInput
+
+
+class TextDigest:
+    """sha256 over texts in their order."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def add(self, text: str) -> None:
+        data = text.encode()
+        self._hash.update(len(data).to_bytes(8, "little") + data)
+
+    def value(self) -> str:
+        return self._hash.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How far an earlier run came.
+
+    Attributes:
+        size: bytes of the partial file that count.
+        digest: of the texts behind its rows.
+    """
+
+    rows: int = 0
+    size: int = 0
+    digest: str = ""
+    tokens: int = 0
+
+
+class Partial:
+    """The file on its way to `out`.
+
+    Args:
+        settings: whatever decides what a row holds; a run with others does not go on with this one's rows.
+        restart: forget an earlier run.
+
+    Raises:
+        InvalidInput: another run is writing it, or an earlier run had other settings.
+    """
+
+    def __init__(self, out: Path, settings: Mapping[str, Any], *, restart: bool = False) -> None:
+        self._out = out
+        self.path = out.with_name(f"{out.name}.partial")
+        self._record = out.with_name(f"{out.name}.partial.json")
+        self._settings = dict(settings)
+        self._file = self._locked()
+        try:
+            self.done = Done() if restart else self._earlier()
+            self._file.truncate(self.done.size)
+            self._file.seek(self.done.size)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def append(self, data: bytes, done: Done) -> None:
+        """Add `data`; `done` says how far that is, its size left out."""
+        self._file.write(data)
+        self._file.flush()
+        self.done = Done(done.rows, self._file.tell(), done.digest, done.tokens)
+        text = json.dumps({"settings": self._settings, **{name: getattr(self.done, name) for name in _FIELDS}})
+        temporary = self._record.with_suffix(".tmp")
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(self._record)
+
+    def publish(self) -> None:
+        """Rename the finished file to its place, once its bytes are on the disk."""
+        with self.path.open("rb") as written:
+            os.fsync(written.fileno())
+        self.path.replace(self._out)
+        self._record.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _locked(self) -> BinaryIO:
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise InvalidInput(f"cannot write {self.path}: {error.strerror}") from None
+        file = os.fdopen(descriptor, "r+b")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise InvalidInput(f"another run is writing {self._out}") from None
+        return file
+
+    def _earlier(self) -> Done:
+        try:
+            record = json.loads(self._record.read_text(encoding="utf-8"))
+            done = Done(**{name: record[name] for name in _FIELDS})
+            settings = record["settings"]
+        except FileNotFoundError:
+            return Done()
+        except (ValueError, KeyError, TypeError):
+            raise InvalidInput(f"{self._record} cannot be read; --restart begins anew") from None
+        changed = [name for name in self._settings if settings.get(name) != self._settings[name]]
+        if changed:
+            name = changed[0]
+            raise InvalidInput(
+                f"{self._out} was begun with {name} {settings.get(name)!r}, not {self._settings[name]!r}; "
+                "--restart begins anew"
+            )
+        if self.path.stat().st_size < done.size:
+            raise InvalidInput(f"{self.path} is shorter than {self._record} says; --restart begins anew")
+        return done
+
+
+_FIELDS = ("rows", "size", "digest", "tokens")

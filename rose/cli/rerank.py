@@ -1,0 +1,99 @@
+"""`rose rerank`: the documents of a file in the order of their relevance to a query.
+
+Knows options and what to print; the server scores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rose.cli.bulk.api import Api
+from rose.cli.bulk.options import add_input, add_server, served_model, server, source_of
+from rose.cli.bulk.run import batches, in_order, located
+from rose.cli.bulk.source import Item, Source
+from rose.cli.shared import Commands, add_command
+from rose.errors import InternalError, InvalidInput, RoseError
+
+_EXAMPLES = (
+    "rose rerank 'who wrote Faust?' passages.txt --top 5",
+    "rose rerank 'who wrote Faust?' docs.jsonl --field body --json --server http://127.0.0.1:8080",
+)
+_PASSED_ON = ("method", "instruction", "raw_scores", "truncate")
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    score: float
+    index: int
+    item: Item
+
+
+def add_rerank(commands: Commands) -> None:
+    parser = add_command(
+        commands, "rerank", _rerank, "order the texts of a file by their relevance to a query", _EXAMPLES
+    )
+    parser.add_argument("query", metavar="QUERY", help="what the texts are to be relevant to")
+    add_input(parser)
+    parser.add_argument("--top", type=int, metavar="N", help="print only the best N")
+    parser.add_argument("--json", action="store_true", help="print JSON lines: rank, index, score, document")
+    scoring = parser.add_argument_group("scoring")
+    scoring.add_argument("--raw-scores", action="store_true", default=None, help="logits instead of probabilities")
+    scoring.add_argument("--instruction", help="the task in words, for models with a template")
+    scoring.add_argument("--method", help="cross, dense, sparse, colbert or combined (default: what the model is for)")
+    add_server(parser)
+
+
+def _rerank(options: argparse.Namespace) -> int:
+    if options.top is not None and options.top < 1:
+        raise InvalidInput(f"--top {options.top}: expected 1 or more")
+    if not options.query:
+        raise InvalidInput("the query is empty")
+    source = source_of(options)
+    with server(options) as api:
+        fields = {"model": served_model(api, options)[0], "query": options.query}
+        fields |= {name: value for name in _PASSED_ON if (value := getattr(options, name)) not in (None, False)}
+        found = _scored(api, source, fields)
+    for rank, one in enumerate(sorted(found, key=lambda one: (-one.score, one.index))[: options.top], 1):
+        print(_json(rank, one) if options.json else f"{one.score:.4f}\t{one.item.number}\t{one.item.text}")
+    return 0
+
+
+def _scored(api: Api, source: Source, fields: dict[str, Any]) -> list[_Scored]:
+    """Every text of the source with its score; pairs are scored one by one, so parts can be asked for apart.
+
+    Raises:
+        RoseError: at the first text that cannot be scored, with its place.
+    """
+
+    def ask(items: Sequence[Item]) -> list[float]:
+        try:
+            answer = api.post("/v1/rerank", {**fields, "documents": [item.text for item in items]})
+        except RoseError as error:
+            raise located(error, source, items) from None
+        return _scores(answer, len(items))
+
+    found: list[_Scored] = []
+    for items, scores in in_order(ask, batches(source.items())):
+        start = len(found)
+        found += [_Scored(score, start + i, item) for i, (item, score) in enumerate(zip(items, scores, strict=True))]
+    if not found:
+        raise InvalidInput(f"{source.name}: there is no text in it")
+    return found
+
+
+def _scores(answer: Any, items: int) -> list[float]:
+    """In the order of the documents."""
+    try:
+        by_index = {int(result["index"]): float(result["relevance_score"]) for result in answer["results"]}
+        return [by_index[index] for index in range(items)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InternalError(f"the server's answer is not of the rerank route: {error!r}") from None
+
+
+def _json(rank: int, one: _Scored) -> str:
+    row = {"rank": rank, "index": one.index, "score": one.score, "document": one.item.text}
+    return json.dumps(row, ensure_ascii=False)

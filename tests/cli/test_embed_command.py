@@ -1,0 +1,357 @@
+"""`rose embed` against a server whose answers are known: every form in and out, faults, and going on after a stop."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+
+from rose import cli
+from rose.cli.bulk import run as bulk_run
+from tests.support.scripted_api import DIMENSION, refusal, scripted_api, vector_of
+
+TEXTS = [f"text {i} {'ünïcode' if i % 3 else '你好'}" for i in range(300)]
+
+
+@pytest.fixture
+def api():
+    with scripted_api() as served:
+        yield served
+
+
+@pytest.fixture
+def texts(tmp_path) -> Path:
+    path = tmp_path / "texts.txt"
+    path.write_text("".join(f"{text}\n" for text in TEXTS), encoding="utf-8")
+    return path
+
+
+def embed(api, *arguments) -> int:
+    return cli.main(["embed", *map(str, arguments), "--server", api.url])
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def expected(texts=TEXTS, dimension=DIMENSION) -> np.ndarray:
+    return np.stack([vector_of(text, dimension) for text in texts])
+
+
+def left_behind(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if "partial" in path.name]
+
+
+def asked_again(api, texts: list[str], command: Callable[[], int]) -> set[str]:
+    """Those of `texts` that a command, which has to succeed, sends to the server."""
+    time.sleep(0.2)  # requests of the run before that were under way have arrived
+    before = len(api.requests)
+    assert command() == 0
+    return {text for body in api.requests[before:] for text in body["input"]} & set(texts)
+
+
+def test_lines_to_an_array(api, texts, tmp_path, capsys):
+    assert embed(api, texts, "-o", tmp_path / "v.npy") == 0
+    found = np.load(tmp_path / "v.npy")
+    assert found.dtype == np.float32
+    assert np.array_equal(found, expected())
+    assert left_behind(tmp_path) == []
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(f"300 texts, {sum(map(len, TEXTS))} tokens, ")
+
+
+def test_json_lines_keep_ids_and_give_back_the_very_float32(api, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"key": f"d{i}", "body": text}) + "\n\n" for i, text in enumerate(TEXTS)))
+    assert embed(api, source, "--field", "body", "--id-field", "key", "-o", tmp_path / "v.jsonl") == 0
+    rows = rows_of(tmp_path / "v.jsonl")
+    assert [(row["index"], row["id"]) for row in rows] == [(i, f"d{i}") for i in range(300)]
+    assert np.array_equal(np.array([row["embedding"] for row in rows], np.float32), expected())
+
+
+def test_parquet_in_and_out_with_every_kind_of_output(api, tmp_path):
+    import pyarrow as pa
+
+    parquet.write_table(pa.table({"n": range(300), "text": TEXTS}), tmp_path / "in.parquet")
+    outputs = ["--outputs", "dense,sparse,colbert", "--dimensions", "4"]
+    assert embed(api, tmp_path / "in.parquet", "--id-field", "n", "-o", tmp_path / "v.parquet", *outputs) == 0
+    table = parquet.read_table(tmp_path / "v.parquet")
+    assert table.column("index").to_pylist() == list(range(300))
+    assert table.column("id").to_pylist() == [str(i) for i in range(300)]
+    assert np.array_equal(np.array(table.column("embedding").to_pylist(), np.float32), expected(dimension=4))
+    assert table.schema.field("embedding").type.list_size == 4
+    assert table.column("sparse").to_pylist()[5] == {"indices": [len(TEXTS[5]), 7], "values": [0.5, 0.25]}
+    for text, rows in zip(TEXTS, table.column("colbert").to_pylist(), strict=True):
+        assert rows == np.arange(len(text) * 2, dtype=np.float32).reshape(-1, 2).tolist()
+
+
+def test_outputs_without_the_vector(api, texts, tmp_path):
+    assert embed(api, texts, "-o", tmp_path / "v.jsonl", "--outputs", "sparse") == 0
+    assert rows_of(tmp_path / "v.jsonl")[3] == {
+        "index": 3,
+        "sparse": {"indices": [len(TEXTS[3]), 7], "values": [0.5, 0.25]},
+    }
+
+
+def test_standard_input_to_standard_output(api, monkeypatch, capfdbinary):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("eins\r\nzwei\n\ufeffdrei".encode())))
+    assert embed(api, "-") == 0
+    rows = [json.loads(line) for line in capfdbinary.readouterr().out.splitlines()]
+    assert [row["index"] for row in rows] == [0, 1, 2]
+    texts = ["eins", "zwei", "\ufeffdrei"]  # only at the very start is it a mark and no text
+    assert np.array_equal(np.array([row["embedding"] for row in rows], np.float32), expected(texts))
+
+
+def test_what_is_asked_for_reaches_the_server(api, texts, tmp_path, capsys):
+    options = ["--prompt-name", "query", "--dimensions", "4", "--truncate"]
+    assert embed(api, texts, "-o", tmp_path / "v.npy", *options) == 0
+    assert {tuple(sorted(set(body) - {"input"})) for body in api.requests} == {
+        ("dimensions", "encoding_format", "model", "priority", "prompt_name", "truncate")
+    }
+    body = api.requests[0]
+    assert (body["model"], body["prompt_name"], body["dimensions"], body["truncate"]) == ("tiny", "query", 4, True)
+    assert "prompt 'query'" in capsys.readouterr().err
+    assert np.load(tmp_path / "v.npy").shape == (300, 4)
+
+
+def test_another_server_of_the_api_is_sent_nothing_it_may_not_know(api, texts, tmp_path):
+    api.models = [{"id": "other", "owned_by": "somebody"}]
+    assert embed(api, texts, "-o", tmp_path / "v.npy") == 0
+    assert set(api.requests[0]) == {"input", "model", "encoding_format"}
+
+
+def test_batches_are_bounded_in_items_and_characters(api, tmp_path):
+    texts = ["x" * 40_000, "y" * 40_000, "z" * 100_000, *("short" for _ in range(200))]
+    (tmp_path / "t.txt").write_text("\n".join(texts))
+    assert embed(api, tmp_path / "t.txt", "-o", tmp_path / "v.npy") == 0
+    sizes = sorted(len(body["input"]) for body in api.requests)
+    assert sizes == [1, 1, 1, 72, 128]
+    assert np.array_equal(np.load(tmp_path / "v.npy"), expected(texts))
+
+
+def test_a_request_that_is_too_large_is_halved(api, texts, tmp_path):
+    def at_most_fifty(body):
+        return refusal(413, "payload_too_large", "too many") if len(body["input"]) > 50 else None
+
+    api.fault = at_most_fifty
+    assert embed(api, texts, "-o", tmp_path / "v.npy") == 0
+    assert np.array_equal(np.load(tmp_path / "v.npy"), expected())
+
+
+def test_a_full_server_and_a_lost_connection_are_tried_again(api, texts, tmp_path):
+    faults = [(503, {"error": {"message": "starting", "code": "unavailable"}}, {"Retry-After": "0"}), "hang up"]
+    api.fault = lambda body: faults.pop() if faults else None
+    assert embed(api, texts, "-o", tmp_path / "v.npy") == 0
+    assert faults == []
+    assert np.array_equal(np.load(tmp_path / "v.npy"), expected())
+
+
+def test_a_bad_text_is_named_with_its_line_and_what_comes_before_it_is_kept(api, texts, tmp_path, capsys):
+    bad = TEXTS[200]
+
+    def refuse(body):
+        if bad in body["input"]:
+            return refusal(400, "invalid_input", "600 tokens", param="input", index=body["input"].index(bad))
+        return None
+
+    api.fault = refuse
+    assert embed(api, texts, "-o", tmp_path / "v.npy") == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "rose: 128 texts are done; the same command goes on from there",
+        f"rose: {texts}, line 201: 600 tokens",
+    ]
+    assert not (tmp_path / "v.npy").exists()
+    api.fault = lambda body: None
+    assert not asked_again(api, TEXTS[:128], lambda: embed(api, texts, "-o", tmp_path / "v.npy"))
+    assert np.array_equal(np.load(tmp_path / "v.npy"), expected())
+
+
+@pytest.mark.parametrize("form", ["npy", "jsonl", "parquet"])
+def test_an_interrupted_run_goes_on_where_it_stopped(api, texts, tmp_path, monkeypatch, capsys, form):
+    """Stopped at every batch in turn, the last of them after its rows were written and before they were recorded."""
+    monkeypatch.setattr(bulk_run, "BATCH_ITEMS", 64)
+    whole, stopped = tmp_path / f"whole.{form}", tmp_path / f"stopped.{form}"
+    assert embed(api, texts, "-o", whole) == 0
+    asked = api.texts
+    for done in range(1, 5):
+        with monkeypatch.context() as patch:
+            patch.setattr("rose.cli.embed.text_bar", interrupting(done * 64))
+            assert embed(api, texts, "-o", stopped) == 130
+        assert not stopped.exists()
+        assert f"{done * 64} texts are done" in capsys.readouterr().err
+        with (tmp_path / f"{stopped.name}.partial").open("ab") as partial:
+            partial.write(b"half a row that was never recorded")
+    assert embed(api, texts, "-o", stopped) == 0
+    assert "(256 of an earlier run before them)" in capsys.readouterr().err
+    assert stopped.read_bytes() == whole.read_bytes()
+    assert left_behind(tmp_path) == []
+    # Nothing that was recorded was asked for again; up to IN_FLIGHT requests were under way at each stop.
+    assert api.texts - asked <= 300 + 4 * bulk_run.IN_FLIGHT * 64
+
+
+def interrupting(rows: int):
+    """A progress bar that raises KeyboardInterrupt once so many rows are done."""
+    from contextlib import contextmanager
+
+    @contextmanager
+    def bar(total):
+        def advance(done, tokens):
+            if done >= rows:
+                raise KeyboardInterrupt
+
+        yield advance
+
+    return bar
+
+
+def test_a_killed_process_loses_nothing_that_was_recorded(api, texts, tmp_path):
+    out = tmp_path / "v.jsonl"
+    api.fault = lambda body: (time.sleep(0.1), None)[1]
+    command = [sys.executable, "-c", _SMALL_BATCHES, "embed", str(texts), "-o", str(out), "--server", api.url]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    record = tmp_path / "v.jsonl.partial.json"
+    deadline = time.monotonic() + 30
+    while not record.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = json.loads(record.read_text())["rows"]
+    assert 0 < done < 300
+    assert not asked_again(api, TEXTS[:done], lambda: embed(api, texts, "-o", out))
+    assert [row["index"] for row in rows_of(out)] == list(range(300))
+    assert np.array_equal(np.array([row["embedding"] for row in rows_of(out)], np.float32), expected())
+
+
+_SMALL_BATCHES = "import sys; from rose.cli import main; from rose.cli.bulk import run; run.BATCH_ITEMS = 8; main()"
+
+
+def begun(api, texts, out, *options) -> None:
+    """A run that stopped after its first batch."""
+    api.fault = lambda body: None if TEXTS[0] in body["input"] else refusal(400, "invalid_input", "no")
+    assert embed(api, texts, "-o", out, *options) == 2
+    api.fault = lambda body: None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dimensions", "4"], "was begun with dimensions None, not 4; --restart begins anew"),
+        (["--prompt-name", "query"], "was begun with prompt_name None, not 'query'"),
+        (["--to", "jsonl"], "was begun with form 'npy', not 'jsonl'"),
+    ],
+)
+def test_rows_of_two_kinds_are_never_mixed(api, texts, tmp_path, capsys, options, message):
+    out = tmp_path / "v.npy"
+    begun(api, texts, out)
+    assert embed(api, texts, "-o", out, *options) == 2
+    assert message in capsys.readouterr().err
+    assert embed(api, texts, "-o", out, *options, "--restart") == 0
+    assert out.exists()
+
+
+def test_rows_of_other_texts_are_not_gone_on_with(api, texts, tmp_path, capsys):
+    begun(api, texts, tmp_path / "v.npy")
+    texts.write_text(texts.read_text().replace("text 5 ", "text five ", 1))
+    assert embed(api, texts, "-o", tmp_path / "v.npy") == 2
+    assert "the first 128 texts are not those of the run that was interrupted" in capsys.readouterr().err
+    texts.write_text("one\n")
+    assert embed(api, texts, "-o", tmp_path / "v.npy") == 2
+
+
+@pytest.mark.parametrize("damage", ["record", "data"])
+def test_a_damaged_partial_file_is_refused(api, texts, tmp_path, capsys, damage):
+    begun(api, texts, tmp_path / "v.npy")
+    if damage == "record":
+        (tmp_path / "v.npy.partial.json").write_text("{")
+    else:
+        os.truncate(tmp_path / "v.npy.partial", 200)
+    assert embed(api, texts, "-o", tmp_path / "v.npy") == 2
+    assert "--restart begins anew" in capsys.readouterr().err.splitlines()[-1]
+    assert embed(api, texts, "-o", tmp_path / "v.npy", "--restart") == 0
+    assert np.array_equal(np.load(tmp_path / "v.npy"), expected())
+
+
+def test_two_runs_do_not_write_one_file(api, texts, tmp_path, capsys):
+    import fcntl
+
+    with (tmp_path / "v.npy.partial").open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert embed(api, texts, "-o", tmp_path / "v.npy") == 2
+    assert f"another run is writing {tmp_path / 'v.npy'}" in capsys.readouterr().err
+
+
+def test_an_output_that_is_there_is_kept_unless_told_otherwise(api, texts, tmp_path, capsys):
+    out = tmp_path / "v.npy"
+    out.write_bytes(b"mine")
+    assert embed(api, texts, "-o", out) == 2
+    assert f"{out} is there already; --overwrite replaces it" in capsys.readouterr().err
+    assert out.read_bytes() == b"mine"
+    assert embed(api, texts, "-o", out, "--overwrite") == 0
+    assert np.array_equal(np.load(out), expected())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-o", "v.bin"], "cannot be told from its name: use --to"),
+        (["--to", "npy"], "npy needs a file to go to"),
+        (["-o", "no/such/folder/v.npy"], "cannot write no/such/folder/v.npy.partial: No such file or directory"),
+        (["-o", "v.npy", "--outputs", "sparse"], "a .npy file holds one array, not sparse"),
+        (["-o", "v.npy", "--num-threads", "1"], "--num-threads is for an engine that is started here"),
+        (["-o", "v.npy", "--id-field", "id"], "lines of text have no ids"),
+    ],
+)
+def test_wrong_requests_are_one_line(api, texts, tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.chdir(tmp_path)
+    assert embed(api, texts, *options) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
+
+
+def test_a_server_with_several_models_needs_a_name(api, texts, tmp_path, capsys):
+    api.models = [{"id": "a"}, {"id": "b"}]
+    assert embed(api, texts, "-o", tmp_path / "v.npy") == 2
+    assert "serves a, b: name one with --model" in capsys.readouterr().err
+    assert embed(api, texts, "-o", tmp_path / "v.npy", "--model", "b") == 0
+    assert api.requests[0]["model"] == "b"
+
+
+def test_a_server_that_is_no_address_or_not_there(texts, capsys, monkeypatch):
+    monkeypatch.setattr("rose.cli.bulk.api.PATIENCE_S", 0.0)
+    assert cli.main(["embed", str(texts), "--server", "ftp://x"]) == 2
+    assert "'ftp://x' is no address of a server" in capsys.readouterr().err
+
+
+def test_the_answers_of_other_routes_are_refused(api, texts, tmp_path, capsys):
+    api.answer = lambda path, body: {"data": [{"index": 1, "embedding": "AAAA"}]}
+    assert embed(api, texts, "-o", tmp_path / "v.npy") == 2
+    assert "answered 1 items where" in capsys.readouterr().err
+    api.answer = lambda path, body: {"hello": 1}
+    assert embed(api, texts, "-o", tmp_path / "v.npy") == 2
+    assert "not of the embeddings route" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly(api, tmp_path):
+    (tmp_path / "t.txt").write_text("\n".join(TEXTS * 20))
+    command = [sys.executable, "-m", "rose.cli", "embed", str(tmp_path / "t.txt"), "--server", api.url]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(30) == 141
+    assert process.stderr.read() == b""
+    process.stderr.close()

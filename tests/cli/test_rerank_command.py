@@ -1,0 +1,104 @@
+"""`rose rerank`: all documents once, best first, whatever the number of requests."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rose import cli
+from rose.cli.bulk import run as bulk_run
+from tests.support.scripted_api import refusal, score_of, scripted_api
+
+QUERY = "which one?"
+DOCUMENTS = [f"document {i}" for i in range(100)]
+
+
+@pytest.fixture
+def api():
+    with scripted_api() as served:
+        yield served
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "docs.txt"
+    path.write_text("\n".join(DOCUMENTS))
+    return str(path)
+
+
+def rerank(api, *arguments) -> int:
+    return cli.main(["rerank", *arguments, "--server", api.url])
+
+
+def best() -> list[int]:
+    return sorted(range(100), key=lambda i: (-score_of(QUERY, DOCUMENTS[i]), i))
+
+
+def test_best_first_over_several_requests(api, file, monkeypatch, capsys):
+    monkeypatch.setattr(bulk_run, "BATCH_ITEMS", 30)
+    assert rerank(api, QUERY, file, "--json") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(api.requests) == 4
+    assert [row["index"] for row in rows] == best()
+    assert [row["rank"] for row in rows] == list(range(1, 101))
+    assert all(row["document"] == DOCUMENTS[row["index"]] for row in rows)
+    assert all(row["score"] == score_of(QUERY, row["document"]) for row in rows)
+
+
+def test_for_people_it_is_score_line_and_text(api, file, capsys):
+    assert rerank(api, QUERY, file, "--top", "3") == 0
+    expected = [f"{score_of(QUERY, DOCUMENTS[i]):.4f}\t{i + 1}\t{DOCUMENTS[i]}" for i in best()[:3]]
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+def test_what_is_asked_for_reaches_the_server(api, file):
+    assert rerank(api, QUERY, file, "--raw-scores", "--instruction", "find", "--method", "dense", "--truncate") == 0
+    body = {name: value for name, value in api.requests[0].items() if name != "documents"}
+    assert body == {
+        "model": "tiny",
+        "query": QUERY,
+        "raw_scores": True,
+        "instruction": "find",
+        "method": "dense",
+        "truncate": True,
+    }
+    assert rerank(api, QUERY, file) == 0
+    assert set(api.requests[-1]) == {"model", "query", "documents"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--top", "0"], "--top 0: expected 1 or more"), (["--batch-tokens", "9"], "--batch-tokens is for an engine")],
+)
+def test_wrong_options(api, file, capsys, arguments, message):
+    assert rerank(api, QUERY, file, *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_bad_document_is_named_with_its_line(api, file, monkeypatch, capsys):
+    monkeypatch.setattr(bulk_run, "BATCH_ITEMS", 30)
+    bad = DOCUMENTS[70]
+
+    def refuse(body):
+        documents = body["documents"]
+        if bad not in documents:
+            return None
+        return refusal(400, "invalid_input", "too long", param="documents", index=documents.index(bad))
+
+    api.fault = refuse
+    assert rerank(api, QUERY, file) == 2
+    assert capsys.readouterr().err == f"rose: {file}, line 71: too long\n"
+    api.fault = lambda body: refusal(501, "unsupported", "this model has no scores")
+    assert rerank(api, QUERY, file) == 2
+    assert capsys.readouterr().err == "rose: this model has no scores\n"
+
+
+def test_an_empty_query_and_an_empty_file(api, tmp_path, file, capsys):
+    assert rerank(api, "", file) == 2
+    (tmp_path / "empty.txt").write_text("")
+    assert rerank(api, QUERY, str(tmp_path / "empty.txt")) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "rose: the query is empty",
+        f"rose: {tmp_path / 'empty.txt'}: there is no text in it",
+    ]
