@@ -85,16 +85,17 @@ def _load_reranker(folder: ModelFolder, device: torch.device, dtype: torch.dtype
         expected = _shapes(model.backbone)
         if config.head == "yes_no":
             row = yes_no_row(checkpoint, plan.prefix, config, tied=tied, path=path)
-            _place(model.head, "weight", row, device, torch.float32)
+            _place(model.head, "weight", row, device, torch.float32, f"the yes and no rows of {path}")
         else:
             expected |= {HEAD_PREFIX + name: shape for name, shape in _shapes(model.head).items()}
         _check_head(plan, expected, rules, path)
         check_plan(plan, expected, path)
         for name, tensor in plan.stream():
             if name.startswith(HEAD_PREFIX):
-                _place(model.head, name.removeprefix(HEAD_PREFIX), tensor, device, torch.float32)
+                leaf = name.removeprefix(HEAD_PREFIX)
+                _place(model.head, leaf, tensor, device, torch.float32, plan.origin(name))
             else:
-                _place(model.backbone, name, tensor, device, dtype)
+                _place(model.backbone, name, tensor, device, dtype, plan.origin(name))
     return model
 
 
@@ -105,7 +106,7 @@ def _fill(
         plan = plan_weights(checkpoint, family, tied=tied)
         check_plan(plan, _shapes(module), path)
         for name, tensor in plan.stream():
-            _place(module, name, tensor, device, dtype)
+            _place(module, name, tensor, device, dtype, plan.origin(name))
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -139,11 +140,19 @@ def _check_head(plan: WeightPlan, expected: Mapping[str, tuple[int, ...]], rules
         raise CheckpointError(f"{path} lacks {_list(missing)}, which a reranker scores with")
 
 
-def _place(module: nn.Module, name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> None:
-    """Into the parameter's slot: a contiguous copy that outlives the mapped file, cast on the device it goes to."""
+def _place(module: nn.Module, name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype, origin: str) -> None:
+    """Into the parameter's slot: a contiguous copy that outlives the mapped file, cast on the device it goes to.
+
+    Raises:
+        CheckpointError: a value that is not finite, in the file or once cast. Some attention kernels turn NaN into
+            zeros, so that it would come out as a wrong vector and not as NaN.
+    """
     owner_name, _, leaf = name.rpartition(".")
     owner = module.get_submodule(owner_name)
     value = tensor.to(device).to(dtype, copy=tensor.device == device).contiguous()
+    # The sum of absolute values is finite if all are (or overflows in the 1e38s): one pass, no mask of the same size.
+    if not bool(value.abs().sum(dtype=torch.float32).isfinite()) and not bool(value.isfinite().all()):
+        raise CheckpointError(f"{origin} holds values that are not finite as {str(dtype).removeprefix('torch.')}")
     setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
 
 

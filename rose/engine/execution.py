@@ -20,6 +20,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from rose.errors import StartupError
+
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -202,7 +204,12 @@ class CpuExecutor:
         """
         Args:
             num_threads: threads of torch's operators inside the worker, or None for torch's own choice.
+
+        Raises:
+            StartupError: fewer than one thread.
         """
+        if num_threads is not None and num_threads < 1:
+            raise StartupError(f"num_threads of {num_threads}: torch's operators need at least one thread")
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._wake_up = WakeUp()
         self._last: Ticket[object] | None = None

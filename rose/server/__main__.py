@@ -58,6 +58,10 @@ def build_parser() -> argparse.ArgumentParser:
     attention.add_argument(
         "--bidirectional", "--no-causal", dest="causal", action="store_false", help="each token sees all others"
     )
+    model.add_argument("--task", choices=("embed", "rerank"), help="for a folder that could be served as either")
+    model.add_argument(
+        "--rerank-template", dest="template", choices=("qwen3", "none"), help="for a reranker that states no template"
+    )
     model.add_argument("--num-threads", type=int, help="threads of torch's operators on the CPU")
     model.add_argument("--no-warm-up", dest="warm_up", action="store_false", help="serve at once, capture when needed")
     budgets = parser.add_argument_group("budgets")

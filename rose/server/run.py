@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from rose.config import EngineConfig, ModelFolder, ServerConfig, read_model_folder
+from rose.config.reranker import Task
 from rose.convert import load_model
 from rose.engine import Engine, build_engine
 from rose.errors import StartupError
@@ -56,7 +57,7 @@ class Serving:
         device: "auto" (CUDA where there is one), or torch's name of a device.
         dtype: "auto" (bfloat16 on CUDA, else float32), or a key of DTYPES.
         backend: name of an attention backend, or "auto".
-        pooling, causal: settle what the folder leaves open; see read_model_folder.
+        pooling, causal, task, template: settle what the folder leaves open; see read_model_folder.
         num_threads: threads of torch's operators on the CPU, or None for torch's own choice.
         warm_up: capture the graphs of single queries before serving, where the device has graphs.
     """
@@ -67,6 +68,8 @@ class Serving:
     backend: str = "auto"
     pooling: str | None = None
     causal: bool | None = None
+    task: Task | None = None
+    template: str | None = None
     num_threads: int | None = None
     warm_up: bool = True
 
@@ -97,7 +100,9 @@ def serve(
     """
     serving, config = serving or Serving(), config or ServerConfig()
     with contextlib.closing(Listener(parse_address(config.address))) as listener:
-        folder = read_model_folder(model_folder, pooling=serving.pooling, causal=serving.causal)
+        folder = read_model_folder(
+            model_folder, pooling=serving.pooling, causal=serving.causal, task=serving.task, template=serving.template
+        )
         device = pick_device(serving.device)
         dtype = pick_dtype(serving.dtype, device)
         limits = fit_budgets(budgets or {}, folder, device)

@@ -136,6 +136,11 @@ def put(name, *shape, dtype=torch.float32):
     return broken(lambda tensors: tensors.update({name: torch.zeros(*shape, dtype=dtype)}))
 
 
+def spoil(name, value):
+    """One value of one tensor."""
+    return broken(lambda tensors: tensors[name].view(-1)[3].fill_(value))
+
+
 QUERY = "encoder.layer.1.attention.self.query"
 
 
@@ -156,6 +161,8 @@ QUERY = "encoder.layer.1.attention.self.query"
         (put(f"{QUERY}.weight", 64, 64, dtype=torch.float8_e5m2), rf"{QUERY}\.weight in .* holds F8_E5M2"),
         (put("bert.encoder.layer.0.output.dense.weight", 64, 96), "defined twice in .*under '' and 'bert.'"),
         (put("embeddings.LayerNorm.gamma", 64), r"embeddings\.LayerNorm\.weight is defined twice"),
+        (spoil(f"{QUERY}.weight", torch.nan), rf"{QUERY}\.weight .* in .*model\.safetensors.* not finite"),
+        (spoil("embeddings.LayerNorm.bias", -torch.inf), r"embeddings\.LayerNorm\.bias in .* not finite"),
         (lambda path: (path / "model.safetensors").unlink(), "holds no weights"),
         (lambda path: (path / "model.safetensors").write_bytes(b"\x08"), r"model\.safetensors cannot be read"),
         (lambda path: edit_json(path / "config.json", num_hidden_layers=3), r"lacks encoder\.layer\.2"),
@@ -225,3 +232,11 @@ def test_index_order_is_the_order_of_reading(tmp_path):
     path = tiny_qwen3(tmp_path / "m", shards=5)
     assert len(set(read_json(path / "model.safetensors.index.json")["weight_map"].values())) == 5
     assert torch.equal(vectors(path), vectors(tiny_qwen3(tmp_path / "whole")))
+
+
+def test_values_that_overflow_when_cast_are_refused(tmp_path):
+    path = tiny_bert(tmp_path / "m")
+    rewrite(path, lambda tensors: tensors["embeddings.LayerNorm.weight"].mul_(1e6))
+    load(path)
+    with pytest.raises(CheckpointError, match=r"embeddings\.LayerNorm\.weight in .* not finite as float16"):
+        load(path, dtype=torch.float16)

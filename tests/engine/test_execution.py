@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rose.engine.execution import CpuExecutor, DoneTicket, WakeUp, expected_end_after
+from rose.errors import StartupError
 
 
 @pytest.fixture
@@ -170,3 +171,9 @@ def test_launches_carry_their_expected_end(executor):
     assert second.expected_end == pytest.approx(first.expected_end + 1)
     assert executor.launch(gate.wait).expected_end is None
     gate.set()
+
+
+@pytest.mark.parametrize("threads", [0, -1])
+def test_a_worker_without_threads_is_refused(threads):
+    with pytest.raises(StartupError, match="at least one thread"):
+        CpuExecutor(num_threads=threads)
