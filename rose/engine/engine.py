@@ -30,6 +30,9 @@ from rose.models.base import ServedModel
 
 HostOutputs = Mapping[str, HostArray]
 
+# Ways to ask for outputs that are remembered; a model has few outputs, but they can be asked for in any order.
+MAX_RESOLVED = 256
+
 
 @dataclass(slots=True)
 class EngineMetrics:
@@ -92,6 +95,7 @@ class Engine:
         self._staging = Staging(pin=executor.device.type == "cuda", slots=config.max_in_flight)
         self._pipeline = Pipeline(config.max_in_flight, clock)
         self._slot = 0
+        self._resolved: dict[tuple[str, ...], tuple[str, ...]] = {}
         self.metrics = EngineMetrics()
 
     def add(self, request: Request) -> None:
@@ -100,7 +104,11 @@ class Engine:
         Raises:
             InvalidInput, Unsupported: naming the field, the item and the limit. Nothing is queued then.
         """
-        outputs = resolve_outputs(request.outputs, self._model.outputs, self._model.default_output)
+        outputs = self._resolved.get(request.outputs)
+        if outputs is None:
+            outputs = resolve_outputs(request.outputs, self._model.outputs, self._model.default_output)
+            if len(self._resolved) < MAX_RESOLVED:
+                self._resolved[request.outputs] = outputs
         self._scheduler.add(request, outputs)
 
     def abort(self, request_id: int) -> bool:

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from rose.errors import InvalidInput, PayloadTooLarge
 
@@ -47,8 +47,7 @@ class FrameType(IntEnum):
 _TYPES: dict[int, FrameType] = {int(kind): kind for kind in FrameType}
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     type: FrameType
     request_id: int
     payload: bytes

@@ -79,7 +79,7 @@ class _Rows:
         offsets: first row of each item and the end of the last; None: item i has row i.
     """
 
-    __slots__ = ("_values", "_width", "name", "offsets", "spec")
+    __slots__ = ("_count", "_values", "_width", "name", "offsets", "spec")
 
     def __init__(self, name: str, spec: OutputSpec, work: Work) -> None:
         self.name = name
@@ -91,7 +91,8 @@ class _Rows:
         elif work.spans is not None:
             self.offsets = list(accumulate(map(len, work.spans), initial=0))
         self._width = work.dimensions or spec.dimension
-        self._values = np.empty((self.offsets[-1] if self.offsets else len(work.sequences), self._width), spec.dtype)
+        self._count = self.offsets[-1] if self.offsets else len(work.sequences)
+        self._values: AnyArray | None = None
 
     def put(self, first: int, batch: AnyArray, start: int, end: int, splits: Sequence[int]) -> None:
         if self._width < batch.shape[1]:
@@ -107,13 +108,17 @@ class _Rows:
             self._place(item, batch[min(begin + skip, stop) : stop])
 
     def _place(self, item: int, rows: AnyArray) -> None:
-        if len(rows) == len(self._values):
+        if len(rows) == self._count:
             self._values = rows
             return
+        if self._values is None:
+            self._values = np.empty((self._count, self._width), dtype=self.spec.dtype)
         at = item if self.offsets is None else self.offsets[item]
         self._values[at : at + len(rows)] = rows
 
     def finished(self, work: Work) -> AnyArray:
+        """Once every item was put."""
+        assert self._values is not None
         if not self.spec.normalized or self._width == self.spec.dimension:
             return self._values
         try:

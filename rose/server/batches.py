@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from typing import NamedTuple
 
 from rose.engine.request import Item, StepResult
 from rose.errors import InternalError, NonFinite, RoseError, Unavailable
@@ -29,9 +29,11 @@ class DeviceLostError(Unavailable):
     """The device answers no more; nothing in this process can bring it back."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
+class _Flight(NamedTuple):
+    """A launched batch, and its neighbours of one request as `runs` gives them."""
+
     result: StepResult
+    runs: list[tuple[int, int, int, int]]
     launched: float
 
     @property
@@ -103,8 +105,12 @@ class Batches:
                 if part is not None:
                     self._service.fail(part.owner, reason)
             if result.items:
-                self._flights.append(_Flight(result, now))
-                self._mark_launched(result.items, now)
+                flight = _Flight(result, runs(result.items), now)
+                self._flights.append(flight)
+                for owner in self._owners(flight):
+                    owner.batches += 1
+                    if owner.launched is None:
+                        owner.launched = now
         return bool(results)
 
     def collect(self) -> int:
@@ -119,7 +125,7 @@ class Batches:
                 raise
             except Exception as error:  # noqa: BLE001  one batch's fault is no other's
                 _log.exception("a finished batch could not be answered")
-                for owner in self._owners(flight.result.items):
+                for owner in self._owners(flight):
                     self._service.fail(owner, InternalError(f"the answer could not be made: {error}"))
         return count
 
@@ -143,18 +149,19 @@ class Batches:
         if faults:
             self._settle_faulty(result.items, faults)
         else:
-            self._give(result, outputs, now)
+            self._give(flight, outputs, now)
 
-    def _give(self, result: StepResult, outputs: Mapping[str, AnyArray], now: float) -> None:
-        requests = self._service.requests
-        for engine_id, first, start, end in runs(result.items):
+    def _give(self, flight: _Flight, outputs: Mapping[str, AnyArray], now: float) -> None:
+        requests, result = self._service.requests, flight.result
+        for engine_id, first, start, end in flight.runs:
             part = requests.parts.get(engine_id)
             if part is None:
                 continue  # answered meanwhile: cancelled, expired, or another of its items failed
-            part.owner.answer.put(part.indices[first], outputs, start, end, result.splits, result.span_splits)
+            owner = part.owner
+            owner.answer.put(part.indices[first], outputs, start, end, result.splits, result.span_splits)
             requests.settle(engine_id, end - start)
-            if part.owner.answer.complete:
-                self._service.answer(part.owner, now)
+            if owner.answer.complete:
+                self._service.answer(owner, now)
 
     def _faults(self, result: StepResult, outputs: Mapping[str, AnyArray]) -> dict[int, str]:
         """Item of the batch -> output of it that must not travel, for rows somebody asked for."""
@@ -218,15 +225,11 @@ class Batches:
             except RoseError as error:
                 self._service.fail(owner, error)
 
-    def _mark_launched(self, items: tuple[Item, ...], now: float) -> None:
-        for owner in self._owners(items):
-            owner.batches += 1
-            if owner.launched is None:
-                owner.launched = now
-
-    def _owners(self, items: tuple[Item, ...]) -> set[OpenRequest]:
+    def _owners(self, flight: _Flight) -> list[OpenRequest]:
+        """Each once, whatever parts of it the batch holds."""
         parts = self._service.requests.parts
-        return {parts[engine_id].owner for engine_id, *_ in runs(items) if engine_id in parts}
+        owners = [parts[engine_id].owner for engine_id, *_ in flight.runs if engine_id in parts]
+        return owners if len(owners) < 2 else list(dict.fromkeys(owners))
 
     def _check_shapes(self, result: StepResult, outputs: Mapping[str, AnyArray]) -> None:
         for name, values in outputs.items():
@@ -241,16 +244,18 @@ class Batches:
             raise DeviceLostError("the device is lost: this engine process ends and has to be started again")
 
 
-def runs(items: tuple[Item, ...]) -> Iterator[tuple[int, int, int, int]]:
+def runs(items: tuple[Item, ...]) -> list[tuple[int, int, int, int]]:
     """Neighbours of one request: its id, the first index in it, and rows start .. end of the batch."""
+    found: list[tuple[int, int, int, int]] = []
     start, count = 0, len(items)
     while start < count:
         request_id, first = items[start].request_id, items[start].index
         end = start + 1
         while end < count and items[end].request_id == request_id and items[end].index == first + end - start:
             end += 1
-        yield request_id, first, start, end
+        found.append((request_id, first, start, end))
         start = end
+    return found
 
 
 def _as_rose_error(error: Exception, index: int) -> RoseError:

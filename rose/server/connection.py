@@ -149,10 +149,11 @@ class Connection:
 
     def frames(self) -> Iterator[Frame]:
         """Frames in order, as long as there is room for their answers and it is still this client's turn."""
+        frames = self._frames
         for _ in range(FRAMES_A_TURN):
-            if not self.has_frames:
+            if not frames or not self.has_frames:
                 return
-            yield self._frames.popleft()
+            yield frames.popleft()
 
     def send(self, kind: FrameType, request_id: int, payload: bytes, now: float) -> None:
         """Queue one frame and write as much as the socket takes now."""
@@ -183,12 +184,13 @@ class Connection:
 
     def flush(self, now: float) -> None:
         """Write what the socket takes."""
+        out = self._out
         try:
-            while self._out:
-                if len(self._out) == 1:
-                    sent = self.socket.send(self._out[0])
+            while out:
+                if len(out) == 1:
+                    sent = self.socket.send(out[0])
                 else:
-                    sent = self.socket.sendmsg([self._out[i] for i in range(min(len(self._out), SEND_BUFFERS))])
+                    sent = self.socket.sendmsg([out[i] for i in range(min(len(out), SEND_BUFFERS))])
                 self.progress = now
                 self._sent(sent)
         except (BlockingIOError, InterruptedError):

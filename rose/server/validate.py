@@ -81,7 +81,9 @@ def validate(request: pb.EmbedRequest, limits: Limits) -> Work:
     if request.model and request.model != limits.served_name:
         raise UnknownModel(f"model {request.model!r} is not served here, {limits.served_name!r} is", param="model")
     specs = _outputs(request, limits)
-    _check_dimensions(request.dimensions, specs)
+    dimensions = request.dimensions
+    if dimensions:
+        _check_dimensions(dimensions, specs)
     priority = _PRIORITIES.get(request.priority)
     if priority is None:
         raise InvalidInput(f"priority {request.priority} is neither ONLINE (0) nor BULK (1)", param="priority")
@@ -91,7 +93,7 @@ def validate(request: pb.EmbedRequest, limits: Limits) -> Work:
         raise PayloadTooLarge(
             f"the request has {tokens} tokens, over the queue's limit of {limits.max_request_tokens}", param="input"
         )
-    work = Work(sequences, specs, request.dimensions, priority, tokens, 0)
+    work = Work(sequences, specs, dimensions, priority, tokens, 0)
     if request.token_types:
         work.token_types = token_types_from_bytes(request.token_types, lengths)
         check_token_types(work.token_types or (), lengths, limits.type_vocab_size)
@@ -135,7 +137,8 @@ def _sequences(request: pb.EmbedRequest, limits: Limits) -> tuple[list[IntArray]
         raise InvalidInput("the request has no input", param="input")
     if request.prompt_name:
         raise InvalidInput("prompt_name goes with texts: token ids hold their prompt already", param="prompt_name")
-    lengths = list(request.tokens.lengths)
+    packed = request.tokens
+    lengths = list(packed.lengths)
     if len(lengths) > limits.max_request_items:
         raise PayloadTooLarge(
             f"the request has {len(lengths)} items, over the limit of {limits.max_request_items}", param="input"
@@ -147,7 +150,7 @@ def _sequences(request: pb.EmbedRequest, limits: Limits) -> tuple[list[IntArray]
             param="input",
             index=index,
         )
-    sequences = tokens_from_proto(request.tokens)
+    sequences = tokens_from_proto(packed)
     check_token_ids(sequences, limits.vocab_size)
     return sequences, lengths
 
@@ -168,11 +171,9 @@ def _outputs(request: pb.EmbedRequest, limits: Limits) -> dict[str, OutputSpec]:
 
 
 def _check_dimensions(dimensions: int, specs: Mapping[str, OutputSpec]) -> None:
-    """0 is all. Else 1 .. dimension, for float vectors only: a cut of a quantised or per-token row, of weights or of
+    """1 .. dimension, for float vectors only: a cut of a quantised or per-token row, of weights or of
     scores has no agreed meaning. The full dimension of vectors is always accepted: generic clients send it unasked.
     """
-    if dimensions == 0:
-        return
     for name, spec in specs.items():
         if spec.kind != "vector":
             kind = "lexical weights" if spec.kind == "weights" else "a score"

@@ -105,6 +105,23 @@ def test_many_texts_of_different_lengths_keep_their_token_rows(m3):
             np.testing.assert_allclose(result.item(name, index), single.item(name, 0), atol=2e-5)
 
 
+@pytest.mark.parametrize("length", [127, 128, 129, 1000])
+def test_no_position_past_the_table_is_ever_read(m3, reranker, length):
+    """Reports C44 (vllm#22761) and C48 (vllm#28191): the longest sequence is served whole, one more token is named."""
+    for served in (m3, reranker):
+        output = served.model.default_output
+        ids = random_sequences(served.model.vocab_size, [length], seed=length)[0]
+        with Client(served.address) as client:
+            if length <= 128:
+                rows = client.embed([ids]).vectors[0]
+                np.testing.assert_allclose(rows, run_by_hand(served.model, ids, output)[0], rtol=1e-4, atol=1e-5)
+            else:
+                with pytest.raises(InvalidInput, match=f"item 1 has {length} tokens, over the model's limit of 128"):
+                    client.embed([[5, 6], ids])
+            short = client.embed([[5, 6]]).vectors[0]
+        np.testing.assert_allclose(short, run_by_hand(served.model, [5, 6], output)[0], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("missing", ["sparse", "colbert"])
 def test_an_output_whose_head_is_missing_is_refused_with_the_reason(tmp_path, missing):
     """Report C110 (FlagEmbedding#550): lexical weights out of a head that was never loaded."""
