@@ -20,7 +20,7 @@
     ranking.py             scores of pairs: methods.py which way, pairs.py both texts as one sequence, comparing.py
                            each by itself; scoring.py the formulas; rank_job.py what goes in and out
     facts.py               what the model's folder says of pairs and chunks
-    outputs.py             the outputs of a model card
+    outputs.py             the outputs of a model card; pieces.py over-long inputs in pieces
     inputs.py              texts or token ids, told apart and checked
     tokenizer.py           text to ids; control_tokens.py for text from strangers, pair_layout.py for two texts
     replicas.py            who takes which part; replica.py one engine process; parts.py cutting and joining

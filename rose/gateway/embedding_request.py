@@ -58,11 +58,14 @@ def make_plan(request: EmbeddingRequest, card: pb.ModelCard, max_items: int, dea
     if named is None:
         _check_one_row_a_text(card, form)
     outputs = named.sources() if named is not None else _sources(card, form)
-    # The engine cuts where all that it computes is to be cut.
-    cut = 0 if form.engine_cuts and outputs in ((), (form.source,)) else dimensions
+    split = bool(request.split_long_inputs)
+    # The engine cuts where all that it computes is to be cut, and nothing is averaged afterwards.
+    cut = 0 if form.engine_cuts and outputs in ((), (form.source,)) and not split else dimensions
     cut_to = request.truncate_prompt_tokens
     if cut_to is None and request.truncate:
         cut_to = -1
+    if split and cut_to is not None:
+        raise InvalidInput("long inputs are split or cut, not both", param="split_long_inputs")
     job = EmbedJob(
         input=parse_input(request.input, vocab_size=card.vocab_size, max_items=max_items),
         outputs=outputs,
@@ -71,6 +74,7 @@ def make_plan(request: EmbeddingRequest, card: pb.ModelCard, max_items: int, dea
         prompt=request.prompt,
         cut_to=cut_to,
         split_special_tokens=bool(request.split_special_tokens),
+        split_long_inputs=split,
         priority=PRIORITIES[request.priority],
         deadline=deadline,
     )

@@ -12,6 +12,7 @@ import msgspec
 
 from rose.gateway.asgi import Call, Reply
 from rose.gateway.embedding_request import Plan, decode_request, make_plan
+from rose.gateway.forms import cut_rows
 from rose.gateway.json_body import TIMEOUT_HEADER, timeout_s
 from rose.gateway.metrics import Metrics
 from rose.gateway.named_outputs import named_list
@@ -60,5 +61,5 @@ class EmbeddingsRoute:
     async def _data(self, card: pb.ModelCard, plan: Plan, done: Embedded) -> bytes:
         if plan.named is not None:
             return await named_list(card, plan.named, done, self._service.tokenizer, plan.cut)
-        rows = plan.form.apply(done.result.vectors, plan.cut)
+        rows = cut_rows(card, plan.form, done.result.vectors, plan.cut)
         return await embedding_list(rows, as_base64=plan.form.base64, fields=plan.form.fields())

@@ -149,3 +149,19 @@ def _unknown(card: pb.ModelCard, encoding: str) -> InvalidInput:
     return InvalidInput(
         f"encoding_format {encoding!r} cannot be had here: expected one of {', '.join(known)}", param="encoding_format"
     )
+
+
+def cut_rows(card: pb.ModelCard, form: Form, rows: AnyArray, cut: int) -> AnyArray:
+    """Rows of the form's source as they are sent. Float vectors are cut and normalised again as the engine does it.
+
+    Args:
+        cut: length that rows still have to be cut to; 0 leaves them.
+    """
+    output = find_output(card, form.source)
+    if cut and form.engine_cuts:
+        rows = rows[:, :cut]
+        if output is not None and output.normalized:
+            exact = rows.astype(np.float64)
+            lengths = np.linalg.norm(exact, axis=1, keepdims=True)
+            rows = np.divide(exact, lengths, out=exact, where=lengths > 0).astype(np.float32)
+    return form.apply(rows, cut)

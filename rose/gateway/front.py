@@ -57,6 +57,7 @@ async def make_front(
         facts.tokenizer_folder,
         threads=config.tokenizer_threads,
         inline_chars=config.inline_chars,
+        queue=config.tokenizer_queue,
         lower_case=facts.lower_case,
     )
     metrics, lifecycle = Metrics(), Lifecycle()

@@ -118,13 +118,13 @@ def _fits(output: pb.OutputCard, method: str) -> bool:
 
 
 def _check_weights(weights: Mapping[str, float]) -> dict[str, float]:
-    """Those above zero."""
+    """Those above zero, the largest as 1: only their ratios count, and none is too large to be added up."""
     for name, weight in weights.items():
         if name not in COMPARED:
             raise InvalidInput(f"weights name {name!r}: expected some of {', '.join(COMPARED)}", param="weights")
         if not 0 <= weight < float("inf"):
             raise InvalidInput(f"the weight of {name} is {weight!r}: expected 0 or more", param="weights")
-    kept = {name: float(weight) for name, weight in weights.items() if weight > 0}
-    if not kept:
+    largest = max(weights.values(), default=0.0)
+    if not largest:
         raise InvalidInput("no weight is above zero", param="weights")
-    return kept
+    return {name: weight / largest for name, weight in weights.items() if weight > 0}

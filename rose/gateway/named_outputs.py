@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
-import numpy as np
 
 from rose.errors import InvalidInput
-from rose.gateway.forms import Form
+from rose.gateway.forms import Form, cut_rows
 from rose.gateway.outputs import SCORE, WEIGHTS, find_output, kind_of
 from rose.gateway.scoring import Lexical, lexical_items
 from rose.gateway.service import Embedded
@@ -76,7 +75,7 @@ async def _column(
 ) -> list[bytes]:
     """One output of every item, as a field with its name."""
     if name == named.default:
-        rows = _cut(card, named.form, done.result.outputs[named.form.source], cut)
+        rows = cut_rows(card, named.form, done.result.outputs[named.form.source], cut)
         values = await value_list(rows, as_base64=named.form.base64)
         return [b',"embedding":%b%b' % (value, named.form.fields()) for value in values]
     output = find_output(card, name)
@@ -94,18 +93,6 @@ async def _column(
         values = await value_list(done.result.outputs[name], as_base64=False)
     key = _encode(name)
     return [b",%b:%b" % (key, value) for value in values]
-
-
-def _cut(card: pb.ModelCard, form: Form, rows: AnyArray, cut: int) -> AnyArray:
-    """Float vectors cut and normalised again as the engine does it where it has no other output to cut with them."""
-    output = find_output(card, form.source)
-    if cut and form.engine_cuts:
-        rows = rows[:, :cut]
-        if output is not None and output.normalized:
-            exact = rows.astype(np.float64)
-            lengths = np.linalg.norm(exact, axis=1, keepdims=True)
-            rows = np.divide(exact, lengths, out=exact, where=lengths > 0).astype(np.float32)
-    return form.apply(rows, cut)
 
 
 async def _matrix(rows: AnyArray, as_base64: bool) -> bytes:

@@ -16,6 +16,7 @@ import numpy as np
 from rose.config.reranker import RerankerConfig
 from rose.errors import InvalidInput
 from rose.gateway.facts import ModelFacts
+from rose.gateway.text_bounds import Bounds
 from rose.gateway.tokenizer import TextTokenizer
 from rose.proto.convert import IntArray
 
@@ -64,6 +65,27 @@ class Fit:
                 index=index,
             )
         return document[:room]
+
+    def bounds(self, queries: int, *, head: int = 0) -> Bounds:
+        """For `queries` texts that are never cut, and the documents after them behind at most `head` other tokens."""
+        lengths = [self.limit] if self.cut else []
+        if self.document_tokens is not None:
+            lengths.append(head + self.document_tokens)
+        return Bounds(self.limit, min(lengths, default=None), queries)
+
+    def of_pair(self, error: InvalidInput, queries: Sequence[int]) -> InvalidInput:
+        """An error that numbers distinct queries, then documents, in the caller's words.
+
+        Args:
+            queries: where each pair's query is among the distinct ones.
+        """
+        if error.index is None:
+            return error
+        documents = max(queries) + 1
+        if error.index >= documents:
+            return InvalidInput(error.message, param=self.names[1], index=error.index - documents)
+        index = queries.index(error.index) if self.query_index else None
+        return InvalidInput(error.message, param=self.names[0], index=index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +142,15 @@ class TokenizerPairs:
         self, queries: Sequence[str], documents: Sequence[str], fit: Fit, *, instruction: str | None, split: bool
     ) -> EncodedPairs:
         unique, places = distinct(queries)
-        ids = await self._tokenizer.encode_async(
-            [*unique, *documents], split_special_tokens=split, add_special_tokens=False
-        )
+        try:
+            ids = await self._tokenizer.encode_async(
+                [*unique, *documents],
+                split_special_tokens=split,
+                add_special_tokens=False,
+                bounds=fit.bounds(len(unique)),
+            )
+        except InvalidInput as error:
+            raise fit.of_pair(error, places) from None
         firsts = [ids[place] for place in places]
         whole = zip(firsts, ids[len(unique) :], strict=True)
         pairs = [(first, self._fitted(first, second, fit, i)) for i, (first, second) in enumerate(whole)]
@@ -156,7 +184,15 @@ class TemplatePairs:
         # What a head and its bodies have in common is what a cut must leave: all before the document.
         heads = [write(query, "", instruction) for query in unique]
         bodies = [write(query, document, instruction) for query, document in zip(queries, documents, strict=True)]
-        ids = await self._tokenizer.encode_async([*heads, *bodies], split_special_tokens=True, add_special_tokens=False)
+        try:
+            ids = await self._tokenizer.encode_async(
+                [*heads, *bodies],
+                split_special_tokens=True,
+                add_special_tokens=False,
+                bounds=fit.bounds(len(unique), head=fit.limit),
+            )
+        except InvalidInput as error:
+            raise fit.of_pair(error, places) from None
         around = len(self._prefix) + len(self._suffix)
         sequences = []
         for index, (place, body) in enumerate(zip(places, ids[len(unique) :], strict=True)):

@@ -103,6 +103,13 @@ class EmbeddingRequest(Struct, kw_only=True):
             extra_json_schema={"minimum": -1},
         ),
     ] = None
+    split_long_inputs: Annotated[
+        bool | None,
+        Meta(
+            description="Embed over-long inputs in pieces and average their vectors by tokens, normalised again if the "
+            "model normalises, instead of refusing them."
+        ),
+    ] = None
     split_special_tokens: Annotated[
         bool | None,
         Meta(description="Treat control tokens written in a text as ordinary text (for untrusted input)."),

@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from rose.client import EmbedResult, Timing
 from rose.config.serving import GatewayConfig
-from rose.errors import DeadlineExceeded, InvalidInput, PayloadTooLarge, UnknownModel
+from rose.errors import DeadlineExceeded, InvalidInput, PayloadTooLarge, RoseError, UnknownModel
 from rose.gateway.inputs import FIELD, Input, Texts, check_count, show
 from rose.gateway.metrics import Metrics
 from rose.gateway.outputs import check_dimensions, check_outputs, check_size
+from rose.gateway.pieces import Pieces, check_mergeable
 from rose.gateway.replicas import ReplicaPool
 from rose.gateway.tokenizer import TextTokenizer
 from rose.proto import rose_pb2 as pb
@@ -38,6 +39,7 @@ class EmbedJob:
         token_types: beside token ids, or None for all zero.
         spans: beside token ids, [n, 2] each, or None: parts that are pooled each by itself.
         cut_to: cut longer inputs to this many tokens, -1 for the model's limit; None refuses them.
+        split_long_inputs: embed longer inputs in pieces and average them; see pieces.py.
         deadline: loop.time() after which nobody wants the answer.
     """
 
@@ -50,6 +52,7 @@ class EmbedJob:
     spans: Sequence[IntArray] | None = None
     cut_to: int | None = None
     split_special_tokens: bool = False
+    split_long_inputs: bool = False
     priority: pb.Priority.ValueType = pb.ONLINE
     deadline: float
 
@@ -103,20 +106,35 @@ class EmbedService:
         check_dimensions(card, job.outputs, job.dimensions, strict=self.config.strict_dimensions)
         self.pool.require_ready()  # before any work is spent on a request that nobody could run
         sequences, prompt_name, tokenize_s = await self._sequences(card, job)
-        tokens = sum(map(len, sequences))
+        pieces = self._pieces(card, job, sequences) if job.split_long_inputs else None
+        run = sequences if pieces is None else pieces.sequences
+        tokens = sum(map(len, run))
         check_tokens(tokens, self.config.max_request_tokens, FIELD)
         check_size(card, job.outputs, tokens)
-        result = await self.pool.embed(
-            sequences,
-            outputs=job.outputs,
-            dimensions=job.dimensions,
-            priority=job.priority,
-            token_types=job.token_types,
-            spans=job.spans,
-            deadline=job.deadline,
-        )
+        try:
+            result = await self.pool.embed(
+                run,
+                outputs=job.outputs,
+                dimensions=job.dimensions,
+                priority=job.priority,
+                token_types=job.token_types,
+                spans=job.spans,
+                deadline=job.deadline,
+            )
+        except RoseError as error:
+            raise error if pieces is None else pieces.of_items(error) from None
+        if pieces is not None:
+            normalized = {output.name: output.normalized for output in card.outputs}
+            outputs = {name: pieces.merge(rows, normalized=normalized[name]) for name, rows in result.outputs.items()}
+            result = replace(result, outputs=outputs)
         self.count(len(sequences), tokens, tokenize_s, result.timing)
         return Embedded(result, prompt_name, sequences, tokens, tokenize_s)
+
+    def _pieces(self, card: pb.ModelCard, job: EmbedJob, sequences: Sequence[IntArray]) -> Pieces:
+        check_mergeable(card, job.outputs)
+        suffix = self.tokenizer.suffix
+        opening = self.tokenizer.special_tokens - len(suffix) if isinstance(job.input, Texts) else 0
+        return Pieces(sequences, longest(card), opening, suffix)
 
     async def _sequences(self, card: pb.ModelCard, job: EmbedJob) -> tuple[Sequence[IntArray], str | None, float]:
         limit = longest(card)
@@ -127,13 +145,13 @@ class EmbedService:
                     "a prompt goes before texts, the input is token ids",
                     param="prompt_name" if job.prompt_name else "prompt",
                 )
-            return self._fit(job.input.items, limit, cut_to), None, 0.0
+            return self._fit(job.input.items, job, limit, cut_to), None, 0.0
         name, texts = with_prompt(card, job.input.items, job.prompt_name, job.prompt)
         ids, tokenize_s = await self.encode(texts, job.deadline, split_special_tokens=job.split_special_tokens)
         for index, sequence in enumerate(ids):
             if not len(sequence):
                 raise InvalidInput("the text gives no tokens", param=FIELD, index=index)
-        return self._fit(ids, limit, cut_to), name, tokenize_s
+        return self._fit(ids, job, limit, cut_to), name, tokenize_s
 
     async def encode(
         self, texts: Sequence[str], deadline: float, *, split_special_tokens: bool, add_special_tokens: bool = True
@@ -146,7 +164,9 @@ class EmbedService:
             deadline,
         )
 
-    def _fit(self, sequences: Sequence[IntArray], limit: int, cut_to: int | None) -> Sequence[IntArray]:
+    def _fit(self, sequences: Sequence[IntArray], job: EmbedJob, limit: int, cut_to: int | None) -> Sequence[IntArray]:
+        if job.split_long_inputs:
+            return sequences
         if cut_to is not None:
             return [self.tokenizer.cut(sequence, cut_to) for sequence in sequences]
         for index, sequence in enumerate(sequences):

@@ -2,34 +2,40 @@
 
 The library's own padding and truncation are switched off once and never touched again: they are state of the shared
 tokenizer, so setting them per call makes threads see each other's limits or fail. Short texts are encoded on the event
-loop, since a hop to a thread costs more than they do. Knows text and ids; knows neither models nor requests.
+loop, since a hop to a thread costs more than they do; long ones in a pool, a piece at a time. Knows text and ids; knows
+neither models nor requests.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 
 from rose.errors import CheckpointError, TokenizerMismatch
 from rose.gateway.control_tokens import ControlTokenSplitter
 from rose.gateway.pair_layout import PairLayout, read_pair_layout
+from rose.gateway.text_bounds import ANY, Bounds, encode_prefix, groups, has_prefix
+from rose.gateway.tokenizer_pool import Piece, TokenizerPool
 from rose.proto.convert import IntArray
 
-# Texts encoded between two looks at the clock of the interpreter lock: the library lets go of it, our id copies do not.
-CHUNK = 32
+# Characters encoded in one go: 20 to 40 ms of a thread, after which it is somebody else's turn.
+CHUNK_CHARS = 1 << 16
+# Longer texts, which cannot be encoded in parts, wait for each other and hold up nobody else.
+LONG_CHARS = 1 << 18
 
 
 class TextTokenizer:
     """The tokenizer of one model folder, safe to use from many threads and tasks.
 
     Args:
+        threads: of the pool for longer texts.
+        inline_chars: texts up to this many characters in all are encoded on the event loop.
+        queue: lists of longer texts that may wait for the pool or run in it.
         lower_case: lower-case every text first, as sentence-transformers does for models that say so.
 
     Attributes:
@@ -37,14 +43,21 @@ class TextTokenizer:
         special_tokens: how many special tokens are added to every text.
         suffix: the ids among them that come after the text.
         control_ids: ids of all tokens the file marks as special, sorted.
-        pool_depth: lists of texts that wait for the pool or run in it.
     """
 
-    def __init__(self, folder: Path, *, threads: int = 2, inline_chars: int = 4096, lower_case: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        threads: int = 2,
+        inline_chars: int = 4096,
+        queue: int = 256,
+        lower_case: bool = False,
+    ) -> None:
         path = folder / "tokenizer.json"
         try:
             source = path.read_bytes()
-            self._tokenizer = _bare(source)
+            self._tokenizer = _bare(source, lower_case)
         except FileNotFoundError:
             raise CheckpointError(f"{folder} holds no tokenizer.json: a front needs it to serve text") from None
         except Exception as error:  # noqa: BLE001 (the library raises bare Exception)
@@ -53,13 +66,17 @@ class TextTokenizer:
         self.special_tokens, self.suffix = _special_tokens(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
         self.control_ids = np.array(sorted(i for i, token in added.items() if token.special), dtype=np.int32)
-        self.pool_depth = 0
         self._source = source
         self._split: tuple[Tokenizer, ControlTokenSplitter] | None = None
         self._guarded: frozenset[int] = frozenset()
         self._inline_chars = inline_chars
         self._lower_case = lower_case
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._pool = TokenizerPool(threads, queue)
+
+    @property
+    def pool_depth(self) -> int:
+        """Lists of texts that wait for the pool or run in it."""
+        return self._pool.depth
 
     def check_same(self, sha256: bytes, owner: str) -> None:
         """Raises TokenizerMismatch unless `owner` was built for this very tokenizer.json."""
@@ -70,38 +87,73 @@ class TextTokenizer:
             )
 
     def encode(
-        self, texts: Sequence[str], *, split_special_tokens: bool = False, add_special_tokens: bool = True
+        self,
+        texts: Sequence[str],
+        *,
+        split_special_tokens: bool = False,
+        add_special_tokens: bool = True,
+        bounds: Bounds = ANY,
+        first: int = 0,
     ) -> list[IntArray]:
         """Ids of every text, at whatever length they have. Blocks; thread-safe.
 
         Args:
             split_special_tokens: encode control tokens written in a text as ordinary text.
             add_special_tokens: put the model's special tokens around every text.
+            bounds: what may be left out of the ids: those behind `bounds.kept` may be missing, or others.
+            first: what number the first text has, for `bounds` and for errors.
+
+        Raises:
+            InvalidInput: a text of which too few tokens come of what is read of it; see text_bounds.py.
         """
-        if self._lower_case:
-            texts = [text.lower() for text in texts]
-        if not split_special_tokens:
-            return _encode(self._tokenizer, texts, add_special_tokens)
-        tokenizer, splitter = self._splitting()
+        tokenizer, splitter = self._splitting() if split_special_tokens else (self._tokenizer, None)
+
+        def encode(some: Sequence[str]) -> list[IntArray]:
+            encodings = tokenizer.encode_batch_fast(list(some), add_special_tokens=add_special_tokens)
+            return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+        kept = {i: one for i in range(len(texts)) if (one := bounds.kept(first + i)) and has_prefix(texts[i], one)}
+        found = encode([text for i, text in enumerate(texts) if i not in kept])
+        for i, one in kept.items():
+            found.insert(i, encode_prefix(lambda prefix: encode([prefix])[0], texts[i], one, first + i))
+        if splitter is None:
+            return found
         closing = len(self.suffix) if add_special_tokens else 0
         opening = self.special_tokens - closing if add_special_tokens else 0
-        return [splitter.split(ids, opening, closing) for ids in _encode(tokenizer, texts, add_special_tokens)]
+        return [splitter.split(ids, opening, closing) for ids in found]
 
     async def encode_async(
-        self, texts: Sequence[str], *, split_special_tokens: bool = False, add_special_tokens: bool = True
+        self,
+        texts: Sequence[str],
+        *,
+        split_special_tokens: bool = False,
+        add_special_tokens: bool = True,
+        bounds: Bounds = ANY,
     ) -> list[IntArray]:
-        """The same from the event loop: inline up to `inline_chars` characters in all, else in the pool."""
+        """The same from the event loop: inline up to `inline_chars` characters in all, else in the pool.
+
+        Raises:
+            InvalidInput: a text of more characters than are read for the tokens that the model takes.
+            Overloaded: the pool has enough to do.
+        """
+        bounds.check(texts)
         encode = partial(
-            self.encode, texts, split_special_tokens=split_special_tokens, add_special_tokens=add_special_tokens
+            self.encode,
+            split_special_tokens=split_special_tokens,
+            add_special_tokens=add_special_tokens,
+            bounds=bounds,
         )
         ready = not split_special_tokens or self._split is not None
         if ready and sum(map(len, texts)) <= self._inline_chars:
-            return encode()
-        self.pool_depth += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, encode)
-        finally:
-            self.pool_depth -= 1
+            return encode(texts)
+        pieces = (
+            Piece(
+                partial(encode, texts[run.start : run.stop], first=run.start),
+                long=len(run) == 1 and len(texts[run.start]) > LONG_CHARS,
+            )
+            for run in groups(texts, bounds, CHUNK_CHARS)
+        )
+        return [ids for found in await self._pool.run(pieces) for ids in found]
 
     def guard(self, ids: Sequence[int]) -> None:
         """Count further added tokens as control tokens: a template's own marks that its file does not call special.
@@ -129,30 +181,31 @@ class TextTokenizer:
         return np.concatenate((ids[: limit - closing], self.suffix))
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
 
     def _splitting(self) -> tuple[Tokenizer, ControlTokenSplitter]:
         if self._split is None:  # made twice at worst, when two threads meet here
-            tokenizer = _bare(self._source)
+            tokenizer = _bare(self._source, self._lower_case)
             self._split = (tokenizer, ControlTokenSplitter(tokenizer, self._guarded))
         return self._split
 
 
-def _encode(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool) -> list[IntArray]:
-    found: list[IntArray] = []
-    for start in range(0, len(texts), CHUNK):
-        some = list(texts[start : start + CHUNK])
-        encodings = tokenizer.encode_batch_fast(some, add_special_tokens=add_special_tokens)
-        found += [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
-    return found
-
-
-def _bare(source: bytes) -> Tokenizer:
+def _bare(source: bytes, lower_case: bool) -> Tokenizer:
     tokenizer = Tokenizer.from_buffer(source)
     # Files often carry a fixed padding or truncation (all-MiniLM-L6-v2 pads everything to 128).
     tokenizer.no_padding()
     tokenizer.no_truncation()
+    if lower_case and not _lowers(tokenizer.normalizer):
+        # Where sentence-transformers puts it: before the file's own steps, and behind the search for special tokens,
+        # so that "[SEP]" stays one. Python's own lower() would differ: "Σ" at the end of a word becomes "ς".
+        own = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
     return tokenizer
+
+
+def _lowers(normalizer: normalizers.Normalizer | None) -> bool:
+    steps = normalizer if isinstance(normalizer, normalizers.Sequence) else [normalizer]
+    return any(isinstance(step, normalizers.Lowercase) for step in steps)
 
 
 def _special_tokens(tokenizer: Tokenizer) -> tuple[int, IntArray]:

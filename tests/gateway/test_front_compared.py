@@ -93,14 +93,21 @@ def test_the_sparse_formula_has_something_to_add_up(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "weights", [None, {"dense": 0.4, "sparse": 0.2, "colbert": 0.4}, {"dense": 1.0, "colbert": 3, "sparse": 0}]
+    "weights",
+    [
+        None,
+        {"dense": 0.4, "sparse": 0.2, "colbert": 0.4},
+        {"dense": 1.0, "colbert": 3, "sparse": 0},
+        {"dense": 1e308, "sparse": 1e308},
+    ],
 )
 def test_combined_is_the_weighted_mean(live, tokenizer, weights):
     """Report C108: as FlagEmbedding's compute_score adds them up; all in one request of the model."""
     query, *documents = ids_of(tokenizer, QUERY, *DOCUMENTS)
-    used = weights or dict.fromkeys(FORMULAS, 1.0)
+    even = dict.fromkeys(FORMULAS, 1.0)
+    used = {name: weight / max(weights.values()) for name, weight in weights.items()} if weights else even
     expected = [
-        sum(weight * FORMULAS[name](query, one) for name, weight in used.items()) / sum(used.values())
+        sum(weight * FORMULAS[name](query, one) for name, weight in used.items() if weight) / sum(used.values())
         for one in documents
     ]
     answer = rerank(live, method="combined", **({} if weights is None else {"weights": weights}))

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rose.gateway import schemas
+from rose.gateway.schemas_rank import RerankResponse, ScoreResponse
+from tests.gateway.cards import m3_card, reranker_card
+from tests.gateway.conftest import live_front
+from tests.support.tiny_families import tiny_cross_encoder_bert
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
@@ -32,12 +37,43 @@ FIELDS = st.fixed_dictionaries(
         "truncate": st.booleans() | ANYTHING,
         "truncate_prompt_tokens": st.integers(-3, 130) | ANYTHING,
         "split_special_tokens": st.booleans() | ANYTHING,
+        "split_long_inputs": st.booleans() | ANYTHING,
+        "outputs": st.lists(st.sampled_from(["dense", "sparse", "colbert", "x"]), max_size=3) | ANYTHING,
+        "output_dtype": st.sampled_from(["float", "int8", "ubinary", None]) | ANYTHING,
+        "sparse_format": st.sampled_from(["ids", "tokens", None]) | ANYTHING,
+        "prompt": st.text(max_size=5) | ANYTHING,
         "priority": st.sampled_from(["bulk", "online", None]) | ANYTHING,
         "user": ANYTHING,
         "other": ANYTHING,
     },
 )
 SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PAIRS = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(
+            ("query", "text_1", "queries"), st.text(max_size=20) | st.lists(st.text(max_size=9)) | ANYTHING
+        ),
+        **dict.fromkeys(("documents", "text_2"), st.lists(st.text(max_size=20), max_size=4) | ANYTHING),
+        "input": st.lists(st.lists(st.text(max_size=5), max_size=3), max_size=3) | ANYTHING,
+        "top_n": st.integers(-1, 5) | ANYTHING,
+        "method": st.sampled_from(["cross", "dense", "sparse", "colbert", "combined", None]) | ANYTHING,
+        "weights": st.dictionaries(st.sampled_from(["dense", "sparse", "x"]), st.floats()) | ANYTHING,
+        "label": st.integers(-1, 2) | st.text(max_size=3) | ANYTHING,
+        "raw_scores": st.booleans() | ANYTHING,
+        "max_tokens_per_doc": st.integers(-1, 5) | ANYTHING,
+        "encoding_format": st.sampled_from(["float", "base64_int8"]) | ANYTHING,
+        "truncate": st.booleans() | ANYTHING,
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """A cross-encoder and an embedder with all of BGE-M3's outputs."""
+    folder = tiny_cross_encoder_bert(tmp_path_factory.mktemp("fuzz") / "m")
+    with live_front(folder, reranker_card(folder)) as cross, live_front(folder, m3_card(folder)) as m3:
+        yield cross, m3
 
 
 def check(response):
@@ -53,6 +89,19 @@ def check(response):
 def test_any_fields(shared, fields):
     """Report C75: clients send what they like."""
     check(shared.client.post("/v1/embeddings", content=json.dumps(fields).encode()))
+
+
+@SETTINGS
+@given(fields=PAIRS)
+def test_any_pairs(both, fields):
+    """Report C75: on the routes for pairs and chunks as well."""
+    body = json.dumps(fields).encode()
+    for live in both:
+        for route, kind in (("/v1/rerank", RerankResponse), ("/v1/score", ScoreResponse)):
+            response = live.client.post(route, content=body)
+            assert response.status_code in (200, 400, 404, 413), response.text
+            msgspec.json.decode(response.content, type=kind if response.status_code == 200 else schemas.ErrorResponse)
+        assert live.client.post("/v1/contextualizedembeddings", content=body).status_code == 400
 
 
 @SETTINGS

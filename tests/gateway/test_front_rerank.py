@@ -1,4 +1,4 @@
-"""POST /v1/rerank and /v1/score on a live front: pairs as tokenizers and templates write them, and their scores."""
+"""POST /v1/rerank on a live front: pairs as tokenizers and templates write them, and their scores."""
 
 from __future__ import annotations
 
@@ -400,59 +400,3 @@ def test_a_model_without_a_usable_head_is_refused_with_the_reason(text_folder, b
         assert live.engines[0].seen == []
     with live_front(text_folder, reranker_card(text_folder)) as live:  # a folder with a tokenizer and nothing else
         assert "config.json" in refused(rerank(live))["message"]
-
-
-def score_of(live, **fields):
-    response = live.client.post("/v1/score", json=fields)
-    assert response.status_code == 200, response.text
-    answer = response.json()
-    assert [one["index"] for one in answer["data"]] == list(range(len(answer["data"])))
-    assert {one["object"] for one in answer["data"]} == {"score"}
-    return [one["score"] for one in answer["data"]], answer
-
-
-def test_scores_of_one_to_one_one_to_many_and_many_to_many(live, bert_folder):
-    def expected(*pairs):
-        encoded = bare(bert_folder).encode_batch(list(pairs))
-        return pytest.approx([sigmoid(logits_of(one.ids, one.type_ids, 1)[0]) for one in encoded], abs=1e-6)
-
-    scores, answer = score_of(live, text_1="a", text_2="salt")
-    assert scores == expected(("a", "salt"))
-    tokens = len(bare(bert_folder).encode("a", "salt").ids)
-    assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
-    assert (answer["object"], answer["model"], answer["method"]) == ("list", "tiny/embedder", "cross")
-    assert score_of(live, text_1="a", text_2=["salt", "b"])[0] == expected(("a", "salt"), ("a", "b"))
-    many = score_of(live, queries=["a", "c"], documents=["salt", "b"])[0]
-    assert many == expected(("a", "salt"), ("c", "b"))
-    raw = score_of(live, queries="a", documents=["salt"], raw_scores=True)[0]
-    assert sigmoid(raw[0]) == pytest.approx(scores[0], abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "index"),
-    [
-        ({"text_1": "a"}, "text_2", None),
-        ({"text_2": "a"}, "text_1", None),
-        ({"text_1": "a", "queries": "a", "text_2": "b"}, "text_1", None),
-        ({"text_1": ["a", "b"], "text_2": "c"}, "text_1", None),
-        ({"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "text_1", None),
-        ({"queries": [], "documents": "c"}, "queries", None),
-        ({"queries": "a", "documents": ["b", ""]}, "documents", 1),
-        ({"text_1": ["a", ""], "text_2": ["b", "c"]}, "text_1", 1),
-        ({"text_1": ["a", "salt " * 200], "text_2": ["b", "c"]}, "text_1", 1),
-        ({"text_1": 3, "text_2": "b"}, "text_1", None),
-    ],
-)
-def test_bad_pairs(live, fields, param, index):
-    error = refused(live.client.post("/v1/score", json=fields))
-    assert (error["param"], error["index"]) == (param, index)
-
-
-def test_metrics_tell_the_routes_apart(bert_folder):
-    with live_front(bert_folder, reranker_card(bert_folder)) as live:
-        results(rerank(live))
-        results(rerank(live, path="/rerank"))
-        score_of(live, text_1="a", text_2="b")
-        for route in ("/v1/rerank", "/rerank", "/v1/score"):
-            assert live.metric(f'rose_requests_total{{carrier="http",route="{route}",status="200"}}') == 1
-        assert live.metric("rose_items_total") == 9
