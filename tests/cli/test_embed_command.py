@@ -169,7 +169,7 @@ def test_a_bad_text_is_named_with_its_line_and_what_comes_before_it_is_kept(api,
     assert embed(api, texts, "-o", tmp_path / "v.npy") == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
-        "rose: 128 texts are done; the same command goes on from there",
+        "rose: done so far: 128 texts; the same command goes on there",
         f"rose: {texts}, line 201: 600 tokens",
     ]
     assert not (tmp_path / "v.npy").exists()
@@ -190,7 +190,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(api, texts, tmp_path, monke
             patch.setattr("rose.cli.embed.text_bar", interrupting(done * 64))
             assert embed(api, texts, "-o", stopped) == 130
         assert not stopped.exists()
-        assert f"{done * 64} texts are done" in capsys.readouterr().err
+        assert f"done so far: {done * 64} texts" in capsys.readouterr().err
         with (tmp_path / f"{stopped.name}.partial").open("ab") as partial:
             partial.write(b"half a row that was never recorded")
     assert embed(api, texts, "-o", stopped) == 0
@@ -319,6 +319,7 @@ def test_wrong_requests_are_one_line(api, texts, tmp_path, monkeypatch, capsys, 
     shown = capsys.readouterr().err
     assert message in shown
     assert shown.count("\n") == 1
+    assert left_behind(tmp_path) == []
 
 
 def test_a_server_with_several_models_needs_a_name(api, texts, tmp_path, capsys):

@@ -93,6 +93,10 @@ class Partial:
         self._record.unlink(missing_ok=True)
 
     def close(self) -> None:
+        """Keep what is recorded; a file without a row is not kept."""
+        if not self.done.rows:
+            self.path.unlink(missing_ok=True)
+            self._record.unlink(missing_ok=True)
         self._file.close()
 
     def _locked(self) -> BinaryIO:
