@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -23,9 +24,13 @@ def rose(*arguments: str, given: str | None = None) -> subprocess.CompletedProce
     return subprocess.run(command, input=given, env=environment, capture_output=True, text=True, check=False)
 
 
-def no_engine_left(folder: Path) -> bool:
-    found = subprocess.run(["pgrep", "-f", f"rose.server {folder} "], capture_output=True, text=True, check=False)
-    return not found.stdout.strip()
+def engines_of(folder: Path) -> list[str]:
+    """Command lines of engine processes that serve `folder`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has just ended
+            found.append(process.read_bytes().decode(errors="replace").replace("\0", " "))
+    return [line for line in found if f"rose.server {folder} " in line]
 
 
 def test_an_engine_of_its_own_gives_the_vectors_of_the_library(minilm_folder, tmp_path):
@@ -41,7 +46,7 @@ def test_an_engine_of_its_own_gives_the_vectors_of_the_library(minilm_folder, tm
     found = np.load(tmp_path / "v.npy")
     assert found.shape == (300, 384)
     assert float((found.astype(np.float64) * expected).sum(1).min()) >= 0.99999
-    assert no_engine_left(link)
+    assert engines_of(link) == []
 
 
 def test_a_running_engine_process_is_asked_over_the_light_link(minilm_folder, tmp_path):
