@@ -67,6 +67,7 @@ class GatewayConfig:
         inline_chars: texts up to this many characters in all are tokenised on the event loop; a hop to the pool
             costs more than a short encode.
         tokenizer_threads: threads of the pool for longer ones.
+        tokenizer_queue: requests that may wait for that pool or run in it; more are answered 429.
         default_timeout_s: deadline of a request that states none.
         strict_dimensions: refuse `dimensions` the model was not trained for.
     """
@@ -83,6 +84,7 @@ class GatewayConfig:
     max_context_tokens: int = 120_000
     inline_chars: int = 4096
     tokenizer_threads: int = 2
+    tokenizer_queue: int = 256
     default_timeout_s: float = 300.0
     drain_seconds: float = 30.0
     strict_dimensions: bool = False

@@ -24,6 +24,7 @@ from rose.gateway.parts import at_item, cut_parts
 from rose.gateway.rank_job import RankJob
 from rose.gateway.scoring import Floats
 from rose.gateway.service import EmbedService, check_tokens, longest
+from rose.gateway.text_bounds import Bounds
 from rose.proto import rose_pb2 as pb
 from rose.proto.convert import IntArray
 
@@ -72,7 +73,10 @@ async def compare(service: EmbedService, card: pb.ModelCard, job: RankJob, metho
     texts = [card.prompts.get(job.query_prompt_name or "", "") + query for query in queries]
     texts += [card.prompts.get(job.document_prompt_name or "", "") + document for document in job.documents]
     ids, tokenize_s = await service.encode(
-        texts, job.deadline, split_special_tokens=job.split_special_tokens is not False
+        texts,
+        job.deadline,
+        split_special_tokens=job.split_special_tokens is not False,
+        bounds=Bounds(longest(card), _longest_document(service, job, longest(card)), len(queries)),
     )
     sequences = _fit(service, ids, len(queries), job, longest(card))
     tokens = sum(map(len, sequences))
@@ -163,12 +167,9 @@ def _tokens_held(card: pb.ModelCard, method: Method) -> int:
 
 def _fit(service: EmbedService, ids: list[IntArray], queries: int, job: RankJob, limit: int) -> list[IntArray]:
     """Documents cut where the caller wants that. Raises InvalidInput for texts that are too long or have no token."""
-    tokenizer = service.tokenizer
-    if job.document_tokens is not None:
-        longest_document = job.document_tokens + tokenizer.special_tokens
-        ids[queries:] = [tokenizer.cut(one, longest_document) for one in ids[queries:]]
-    if job.truncate:
-        ids[queries:] = [tokenizer.cut(one, limit) for one in ids[queries:]]
+    most = _longest_document(service, job, limit)
+    if most is not None:
+        ids[queries:] = [service.tokenizer.cut(one, most) for one in ids[queries:]]
     for place, one in enumerate(ids):
         if not len(one):
             raise InvalidInput("the text gives no tokens", param=FIELD, index=place)
@@ -178,6 +179,14 @@ def _fit(service: EmbedService, ids: list[IntArray], queries: int, job: RankJob,
                 f"the text has {len(one)} tokens, the limit of the model is {limit}{hint}", param=FIELD, index=place
             )
     return ids
+
+
+def _longest_document(service: EmbedService, job: RankJob, limit: int) -> int | None:
+    """What documents are cut to, special tokens included; None: they are not."""
+    lengths = [limit] if job.truncate else []
+    if job.document_tokens is not None:
+        lengths.append(job.document_tokens + service.tokenizer.special_tokens)
+    return min(lengths, default=None)
 
 
 def _prompt(card: pb.ModelCard, name: str | None, usual: Sequence[str], param: str) -> str:

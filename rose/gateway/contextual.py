@@ -8,6 +8,7 @@ Knows chunks and ids; knows no carrier.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -19,6 +20,7 @@ from rose.errors import InvalidInput, RoseError
 from rose.gateway.facts import ModelFacts
 from rose.gateway.inputs import FIELD
 from rose.gateway.service import EmbedService, check_tokens, longest
+from rose.gateway.text_bounds import Bounds
 from rose.proto import rose_pb2 as pb
 from rose.proto.convert import IntArray
 
@@ -76,9 +78,16 @@ class ContextualService:
         self.check_served(card)
         self.service.pool.require_ready()
         texts = [chunk for document in job.documents for chunk in document]
-        ids, tokenize_s = await self.service.encode(
-            texts, job.deadline, split_special_tokens=True, add_special_tokens=False
-        )
+        try:
+            ids, tokenize_s = await self.service.encode(
+                texts,
+                job.deadline,
+                split_special_tokens=True,
+                add_special_tokens=False,
+                bounds=Bounds(longest(card)),
+            )
+        except InvalidInput as error:
+            raise _of_document(error, job.documents) from None
         sequences, spans = self._joined(card, job.documents, ids)
         tokens = sum(map(len, sequences))
         check_tokens(tokens, self.service.config.max_context_tokens, FIELD)
@@ -120,6 +129,16 @@ class ContextualService:
             sequences.append(sequence)
             spans.append(np.stack((starts, starts + lengths), axis=1).astype(np.int32))
         return sequences, spans
+
+
+def _of_document(error: InvalidInput, documents: Sequence[Sequence[str]]) -> InvalidInput:
+    """An error that numbers the chunks of all documents, with the number of the document."""
+    if error.index is None:
+        return error
+    ends = list(accumulate(map(len, documents)))
+    document = bisect_right(ends, error.index)
+    chunk = error.index - (ends[document - 1] if document else 0)
+    return InvalidInput(f"chunk {chunk}: {error.message}", param=FIELD, index=document)
 
 
 def _bad(document: int, chunk: int, problem: str) -> RoseError:

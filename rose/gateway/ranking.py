@@ -139,7 +139,8 @@ def _named(error: RoseError, job: RankJob, queries: int) -> RoseError:
         return error
     param, index = job.names[1], error.index
     if index is not None and index < queries:
-        param, index = job.names[0], None
+        asked = list(dict.fromkeys(job.queries))[index]
+        param, index = job.names[0], job.queries.index(asked) if job.query_index else None
     elif index is not None:
         index -= queries
     return from_kind(error.kind, error.message, param=param, index=index, retry_after_s=error.retry_after_s)

@@ -21,6 +21,7 @@ from rose.gateway.metrics import Metrics
 from rose.gateway.outputs import check_dimensions, check_outputs, check_size
 from rose.gateway.pieces import Pieces, check_mergeable
 from rose.gateway.replicas import ReplicaPool
+from rose.gateway.text_bounds import Bounds
 from rose.gateway.tokenizer import TextTokenizer
 from rose.proto import rose_pb2 as pb
 from rose.proto.convert import IntArray
@@ -147,19 +148,28 @@ class EmbedService:
                 )
             return self._fit(job.input.items, job, limit, cut_to), None, 0.0
         name, texts = with_prompt(card, job.input.items, job.prompt_name, job.prompt)
-        ids, tokenize_s = await self.encode(texts, job.deadline, split_special_tokens=job.split_special_tokens)
+        bounds = Bounds(None if job.split_long_inputs else limit, cut_to)
+        ids, tokenize_s = await self.encode(
+            texts, job.deadline, split_special_tokens=job.split_special_tokens, bounds=bounds
+        )
         for index, sequence in enumerate(ids):
             if not len(sequence):
                 raise InvalidInput("the text gives no tokens", param=FIELD, index=index)
         return self._fit(ids, job, limit, cut_to), name, tokenize_s
 
     async def encode(
-        self, texts: Sequence[str], deadline: float, *, split_special_tokens: bool, add_special_tokens: bool = True
+        self,
+        texts: Sequence[str],
+        deadline: float,
+        *,
+        split_special_tokens: bool,
+        add_special_tokens: bool = True,
+        bounds: Bounds,
     ) -> tuple[list[IntArray], float]:
-        """Ids of every text, and the seconds that took. Raises DeadlineExceeded."""
+        """Ids of every text, and the seconds that took. Raises DeadlineExceeded, and as `encode_async` does."""
         return await timed(
             self.tokenizer.encode_async(
-                texts, split_special_tokens=split_special_tokens, add_special_tokens=add_special_tokens
+                texts, split_special_tokens=split_special_tokens, add_special_tokens=add_special_tokens, bounds=bounds
             ),
             deadline,
         )

@@ -47,7 +47,7 @@ class Bounds:
             if len(text) > most and self.kept(index) is None:
                 limit = "" if self.longest is None else f", since the model takes {self.longest} tokens"
                 raise InvalidInput(
-                    f"the text has {len(text)} characters, the limit is {most} characters{limit}",
+                    f"the text has {len(text)} characters, any prompt included; the limit is {most} characters{limit}",
                     param=FIELD,
                     index=index,
                 )

@@ -204,7 +204,8 @@ def _bare(source: bytes, lower_case: bool) -> Tokenizer:
 
 
 def _lowers(normalizer: normalizers.Normalizer | None) -> bool:
-    steps = normalizer if isinstance(normalizer, normalizers.Sequence) else [normalizer]
+    # A Sequence has numbered steps, which list() takes; its type stub does not say so.
+    steps = list(normalizer) if isinstance(normalizer, normalizers.Sequence) else [normalizer]  # type: ignore[call-overload]
     return any(isinstance(step, normalizers.Lowercase) for step in steps)
 
 

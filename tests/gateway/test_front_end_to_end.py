@@ -158,3 +158,24 @@ def test_minilm_knows_what_belongs_together(minilm):
     )
     assert near @ also > 0.9
     assert near @ far < 0.3
+
+
+def test_a_cased_backbone_in_a_subfolder_is_served_in_lower_case(tmp_path):
+    """As early sentence-transformers saved models: `0_Transformer/` holds all but modules.json and the pooling."""
+    from sentence_transformers import SentenceTransformer
+
+    folder = tiny_xlm_roberta(tmp_path / "early", max_seq_length=64)
+    backbone = folder / "0_Transformer"
+    backbone.mkdir()
+    for path in [path for path in folder.iterdir() if path.is_file() and path.name != "modules.json"]:
+        path.rename(backbone / path.name)
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[0]["path"] = "0_Transformer"
+    (folder / "modules.json").write_text(json.dumps(modules))
+    stated = json.loads((backbone / "sentence_bert_config.json").read_text())
+    (backbone / "sentence_bert_config.json").write_text(json.dumps(stated | {"do_lower_case": True}))
+    reference = SentenceTransformer(str(folder), device="cpu")
+    texts = [*TEXTS[:5], "The RIVER Meets THE Sea"]
+    with served(folder) as (client, _):
+        found = vectors(client, texts)
+    assert cosines(found, reference.encode(texts)).min() >= 0.99999

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from rose.errors import CheckpointError, TokenizerMismatch
+from rose.gateway.facts import read_facts
 from rose.gateway.tokenizer import TextTokenizer
 from tests.support import tiny_tokenizers
+from tests.support.tiny_checkpoints import tiny_xlm_roberta
 
 KINDS = {
     "word_piece": (tiny_tokenizers.word_piece, {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}),
@@ -155,3 +159,32 @@ def test_a_folder_without_a_usable_tokenizer_is_refused(tmp_path, content):
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         TextTokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("normalizer", [None, normalizers.NFKC(), normalizers.Sequence([normalizers.Lowercase()])])
+def test_lower_case_is_that_of_sentence_transformers(tmp_path, normalizer):
+    """A cased tokenizer in a folder that says do_lower_case: ids as the reference library gives them."""
+    from sentence_transformers import SentenceTransformer
+
+    folder = tiny_xlm_roberta(tmp_path / "cased", max_seq_length=64)
+    edit = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if normalizer is not None or edit.normalizer is not None:
+        edit.normalizer = normalizer or normalizers.Sequence([])
+        edit.save(str(folder / "tokenizer.json"))
+    cased = front_tokenizer(folder)
+    stated = json.loads((folder / "sentence_bert_config.json").read_text())
+    (folder / "sentence_bert_config.json").write_text(json.dumps(stated | {"do_lower_case": True}))
+    reference = SentenceTransformer(str(folder), device="cpu").tokenizer
+    tokenizer = front_tokenizer(folder)
+    texts = [*TEXTS, *CONTROL, "The RIVER Meets THE Sea", "ΟΔΟΣ ΑΣ", "İstanbul ÀÉ <S> A</s>B"]
+    for text in texts:
+        assert tokenizer.encode([text])[0].tolist() == reference_ids(reference, text), text
+        split = tokenizer.encode([text], split_special_tokens=True)[0].tolist()
+        assert split == cased.encode([text.lower()], split_special_tokens=True)[0].tolist() or "Σ" in text
+    if not normalizer or "Lowercase" not in repr(normalizer):
+        assert tokenizer.encode(["RIVER"])[0].tolist() != cased.encode(["RIVER"])[0].tolist()
+
+
+def front_tokenizer(folder):
+    facts = read_facts(folder)
+    return TextTokenizer(facts.tokenizer_folder, lower_case=facts.lower_case)
