@@ -1,7 +1,7 @@
-"""Every public bug report that the first path has to answer is a test.
+"""Every public bug report that the served paths have to answer is a test.
 
 A test answers a report when its own docstring says "Report C01 (tei#882)" or "Reports C20, C22" and the like; the list
-is what other servers got wrong on this path, and a report that loses its test is found here.
+is what other servers got wrong on these paths, and a report that loses its test is found here.
 """
 
 from __future__ import annotations
@@ -28,6 +28,34 @@ REPORTS = {
     "C80": "RoBERTa positions wrong in packed batches",
     "C83": "mean pooling guessed for a CLS model",
     "C90": "tied weights left unset",
+    "C02": "wrong causal flag, padding side and last token",
+    "C04": "a prompt applied on one side only",
+    "C09": "CLS taken from the padding",
+    "C11": "an encoder without a mask depends on its company",
+    "C14": "quantised vectors that depend on their company",
+    "C24": "short words come back as nulls",
+    "C25": "a numeric string in fp16 comes back as nulls",
+    "C27": "a zero vector normalised to NaN",
+    "C33": "control tokens typed by users",
+    "C44": "truncation to exactly the limit",
+    "C47": "mean of unit chunk vectors not unit",
+    "C48": "positions past the table",
+    "C52": "tokenising superlinear in length",
+    "C71": "Dense module left out",
+    "C81": "position offset missed in rerankers",
+    "C84": "no modules.json, pooling guessed",
+    "C85": "end token not appended, or the wrong one",
+    "C88": "head dim taken as hidden over heads",
+    "C89": "int8 grid destroyed by normalising",
+    "C99": "no score.weight in a yes/no reranker",
+    "C100": "untied head not loaded, every score one half",
+    "C101": "a model without a scoring head asked to rerank",
+    "C102": "reranker without its template",
+    "C104": "half-precision softmax makes ties",
+    "C106": "softmax over one logit",
+    "C108": "sparse and ColBERT scores by several definitions",
+    "C109": "sparse head of batch x length x vocabulary",
+    "C110": "lexical weights from a head that was not loaded",
     "C145": "one tokenizer shared by threads with different limits",
     "C153": "answers beyond gRPC's default message size",
 }
