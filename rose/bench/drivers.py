@@ -56,6 +56,9 @@ class EngineDriver:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._next = 0
+        # As the server's thread does: stream and inference mode are kept, not entered for every batch.
+        self._owner = engine.executor.owner()
+        self._owner.__enter__()
 
     def prepare(self, sequences: Sequence[Ids]) -> list[Ids]:
         return list(sequences)
@@ -87,6 +90,7 @@ class EngineDriver:
         return metrics.hits, metrics.plain + metrics.captures
 
     def close(self) -> None:
+        self._owner.__exit__(None, None, None)
         self._engine.close()
 
 

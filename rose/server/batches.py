@@ -222,8 +222,9 @@ class Batches:
             self._service.stats.retried_items += len(indices)
             try:
                 requests.submit(owner, indices, alone=True)
-            except RoseError as error:
-                self._service.fail(owner, error)
+            except Exception as error:  # noqa: BLE001  its items are in no batch any more: nobody else would answer it
+                asked = error if isinstance(error, RoseError) else InternalError(f"it could not be run again: {error}")
+                self._service.fail(owner, asked)
 
     def _owners(self, flight: _Flight) -> list[OpenRequest]:
         """Each once, whatever parts of it the batch holds."""
