@@ -141,6 +141,22 @@ def test_an_item_that_spoils_its_company_alone_spoils_nobody():
         assert all(request.alone for request in server.engine.added[1:])
 
 
+def test_what_cannot_be_run_again_is_answered_with_an_error(monkeypatch):
+    with serving(FakeEngine()) as server, Client(server.address) as client:
+        add = server.engine.add
+
+        def refuse_alone(request):
+            if request.alone:
+                raise MemoryError("no room to run it again")
+            add(request)
+
+        monkeypatch.setattr(server.engine, "add", refuse_alone)
+        with pytest.raises(InternalError, match="could not be run again"):
+            client.embed([[1], [SPOILS, 2]], deadline_s=5)
+        np.testing.assert_array_equal(client.embed([[4, 5]]).vectors, [plain_row([4, 5])])
+        assert client.stats().open_requests == 0
+
+
 @pytest.mark.parametrize("output", ["plain", "unit", "tokens"])
 def test_non_finite_values_of_any_output_are_found(output):
     with serving() as server, Client(server.address) as client:
