@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -20,13 +20,15 @@ SECONDS = (
     *(0.0002, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05),
     *(0.1, 0.25, 1.0, 5.0, 20.0, 60.0),
 )
+# A second series for every counter and histogram, with nothing in it but when this process made it.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536, 262144)
 
 
 class ReplicaView(Protocol):
     """What the metrics read of a replica."""
 
-    address: str
+    name: str
     outstanding_tokens: int
     outstanding_parts: int
     stats: pb.ServerStats | None
@@ -107,9 +109,9 @@ class _Replicas(Collector):
         tokens = GaugeMetricFamily("rose_replica_outstanding_tokens", "Sent, not yet answered.", labels=["replica"])
         parts = GaugeMetricFamily("rose_replica_outstanding_parts", "Sent, not yet answered.", labels=["replica"])
         for replica in self._replicas:
-            ready.add_metric([replica.address], float(replica.ready))
-            tokens.add_metric([replica.address], replica.outstanding_tokens)
-            parts.add_metric([replica.address], replica.outstanding_parts)
+            ready.add_metric([replica.name], float(replica.ready))
+            tokens.add_metric([replica.name], replica.outstanding_tokens)
+            parts.add_metric([replica.name], replica.outstanding_parts)
         yield from (ready, tokens, parts)
         yield from self._engines()
 
@@ -121,7 +123,7 @@ class _Replicas(Collector):
             for name, kind, value, labels in _flat(replica.stats):
                 family = families.setdefault(name, Metric(name, "As the engine process counts it.", kind))
                 suffix = "_total" if kind == "counter" else ""
-                family.add_sample(name + suffix, {"replica": replica.address, **labels}, value)
+                family.add_sample(name + suffix, {"replica": replica.name, **labels}, value)
         yield from families.values()
 
 
