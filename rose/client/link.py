@@ -75,7 +75,8 @@ class Link(asyncio.Protocol):
     async def close(self) -> None:
         self._fail(Unavailable("the client was closed"))
         if self._transport is not None:
-            self._transport.close()
+            # Not close(), which first waits for the peer to read what is still unsent: it may never again.
+            self._transport.abort()
             await self._lost.wait()
 
     # What the event loop calls.

@@ -59,6 +59,9 @@ class GatewayConfig:
 
     Attributes:
         replicas: light-link addresses of the engine processes.
+        replica_names: what answers and metrics call each of them; empty for their addresses.
+        replica_silence_seconds: an engine that says nothing for so long loses its connection, and its work goes
+            elsewhere. Far above any batch, since busy is healthy.
         host, http_port, grpc_port: where to listen; port 0 picks a free one, None leaves that carrier out.
         max_body_bytes: largest HTTP body or gRPC message, in bytes.
         max_items: most inputs of one request, or documents or pairs.
@@ -73,6 +76,8 @@ class GatewayConfig:
     """
 
     replicas: tuple[str, ...]
+    replica_names: tuple[str, ...] = ()
+    replica_silence_seconds: float = 60.0
     host: str = "127.0.0.1"
     http_port: int | None = 8080
     grpc_port: int | None = None

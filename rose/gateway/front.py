@@ -66,7 +66,9 @@ async def make_front(
         tokenizer.check_same(card.tokenizer_sha256, address)
 
     try:
-        async with ReplicaPool(config.replicas, check_card, metrics) as pool:
+        async with ReplicaPool(
+            config.replicas, check_card, metrics, names=config.replica_names, silence_s=config.replica_silence_seconds
+        ) as pool:
             service = EmbedService(pool, tokenizer, config, metrics)
             rank = RankService(service, facts)
             pages = Pages(service, lifecycle, metrics)

@@ -44,7 +44,7 @@ class Pages:
         """Whether the next request would be taken. A busy replica is a ready one."""
         replicas = [
             ReplicaState(
-                address=replica.address,
+                address=replica.name,
                 ready=replica.ready,
                 reason=replica.reason,
                 outstanding_tokens=replica.outstanding_tokens,

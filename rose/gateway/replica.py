@@ -1,8 +1,8 @@
 """One engine process as the front sees it: connected or not, accepted or refused, and how busy.
 
-A background task connects, checks the model card and connects again after a loss. Busy is healthy: only a connection
-that breaks, a drain, or a minute without any sign of life takes a replica out. Knows one light link; knows no other
-replica.
+A background task connects, checks the model card and connects again after a loss; every change is logged with its
+reason. Busy is healthy: only a connection that breaks, a drain, or a minute without any sign of life takes a replica
+out. Knows one light link; knows no other replica.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from rose.client import AsyncClient, EmbedResult
-from rose.errors import DeadlineExceeded, RoseError, Unavailable
+from rose.errors import DeadlineExceeded, RoseError, Unavailable, from_kind
 from rose.gateway.parts import Part
 from rose.proto import rose_pb2 as pb
 
@@ -28,26 +28,33 @@ WATCH_S = 0.5
 SILENCE_S = 60.0
 
 
+class ConnectionLost(Unavailable):
+    """The connection went while the engine had the request: the engine may have died of it."""
+
+
 class Replica:
     """Start it, then use it while `ready`.
 
     Args:
         check_card: raises RoseError where this front must not use the replica.
+        name: what the public hears of it; its address if empty.
+        silence_s: after so long without an answer the connection is given up, and its parts go elsewhere.
 
     Attributes:
-        reason: why it is not ready; empty while it is.
         limits: its model card, once accepted.
         outstanding_tokens: tokens of parts sent and not yet answered.
         stats: what the engine last said of itself, or None.
     """
 
-    def __init__(self, address: str, check_card: CheckCard) -> None:
+    def __init__(self, address: str, check_card: CheckCard, *, name: str = "", silence_s: float = SILENCE_S) -> None:
         self.address = address
+        self.name = name or address
         self.outstanding_tokens = 0
         self.outstanding_parts = 0
         self.stats: pb.ServerStats | None = None
         self._card: pb.ModelCard | None = None
         self._check_card = check_card
+        self._silence_s = silence_s
         self._client: AsyncClient | None = None
         self._why = "connecting"
         self._watcher: asyncio.Task[None] | None = None
@@ -58,12 +65,13 @@ class Replica:
 
     @property
     def reason(self) -> str:
+        """Why it is not ready; empty while it is."""
         return self._why or ("" if self.ready else "connection lost")
 
     @property
     def limits(self) -> pb.ModelCard:
         if self._card is None:
-            raise Unavailable(f"{self.address}: {self._why}")
+            raise Unavailable(f"{self.name}: {self._why}")
         return self._card
 
     def start(self) -> None:
@@ -73,7 +81,8 @@ class Replica:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait([self._watcher])
-        await self._drop("closed")
+        self._why = "closed"
+        await self._drop()
 
     async def embed(
         self,
@@ -84,13 +93,14 @@ class Replica:
         priority: pb.Priority.ValueType,
         deadline_s: float,
     ) -> EmbedResult:
-        """Raises RoseError as AsyncClient.embed does."""
-        if self._client is None:
-            raise Unavailable(f"{self.address}: {self.reason}")
+        """Raises RoseError as AsyncClient.embed does; ConnectionLost where the connection broke meanwhile."""
+        client = self._client
+        if client is None:
+            raise Unavailable(f"{self.name}: {self.reason}")
         self.outstanding_tokens += part.tokens
         self.outstanding_parts += 1
         try:
-            return await self._client.embed(
+            return await client.embed(
                 part.sequences,
                 outputs=outputs,
                 dimensions=dimensions,
@@ -99,6 +109,12 @@ class Replica:
                 spans=part.spans,
                 deadline_s=deadline_s,
             )
+        except Unavailable as error:
+            if not client.connected:
+                raise ConnectionLost(f"{self.name}: {self.reason}") from None
+            raise self._public(error) from None
+        except RoseError as error:
+            raise self._public(error) from None
         finally:
             self.outstanding_tokens -= part.tokens
             self.outstanding_parts -= 1
@@ -109,6 +125,13 @@ class Replica:
             with contextlib.suppress(RoseError):
                 self.stats = await self._client.stats(deadline_s=timeout_s)
 
+    def _public(self, error: RoseError) -> RoseError:
+        """The error with the replica's name for its address."""
+        if self.address == self.name or self.address not in error.message:
+            return error
+        message = error.message.replace(self.address, self.name)
+        return from_kind(error.kind, message, param=error.param, index=error.index, retry_after_s=error.retry_after_s)
+
     async def _live(self) -> None:
         retry_s = FIRST_RETRY_S
         while True:
@@ -118,42 +141,69 @@ class Replica:
                 await self._connect()
                 retry_s = pause = FIRST_RETRY_S
                 await self._watch()
-            except (Unavailable, DeadlineExceeded) as error:
-                await self._drop(error.message)
+            except Unavailable as error:
+                self._say(self._public(error).message)
             except RoseError as error:
-                log.warning("replica %s refused: %s", self.address, error.message)
-                await self._drop(f"refused: {error.message}")
+                self._say(f"refused: {self._public(error).message}")
                 pause = REFUSED_RETRY_S
+            except Exception as error:
+                # Whatever it was, a replica that nobody watches would be lost for good.
+                log.exception("replica %s: an internal error; trying again", self.name)
+                self._say(f"an internal error of the front: {type(error).__name__}")
+            await self._drop()
             await asyncio.sleep(pause)
 
     async def _connect(self) -> None:
         try:
             self._client = await AsyncClient.connect(self.address, reconnect=False)
-        except Unavailable:
-            raise Unavailable("nothing listens there: it is loading, or gone") from None
-        self._why = "connected, no model card yet: it is loading"
-        card = await self._client.info(deadline_s=SILENCE_S)
-        self._check_card(card, self.address)
-        self._card, self._why = card, ""
-        log.info("replica %s ready: %s on %s", self.address, card.model, card.device)
+        except Unavailable as error:
+            raise Unavailable(_why_not(error)) from None
+        self._say("connected, no model card yet: it is loading")
+        try:
+            card = await self._client.info(deadline_s=self._silence_s)
+        except DeadlineExceeded:
+            raise Unavailable(f"connected, no model card within {self._silence_s:g} s") from None
+        self._check_card(card, self.name)
+        self._card = card
+        self._say("")
+        log.info("replica %s serves %s on %s", self.name, card.model, card.device)
 
     async def _watch(self) -> None:
-        """Return once the connection is gone; meanwhile follow what the engine says of itself."""
+        """Until the connection is gone, or nothing is heard any more; meanwhile follow what the engine says of itself.
+
+        Raises:
+            Unavailable: which of the two it was.
+        """
         client = self._client
         while client is not None and client.connected:
             try:
-                self.stats = await client.stats(deadline_s=SILENCE_S)
+                self.stats = await client.stats(deadline_s=self._silence_s)
             except DeadlineExceeded:
-                self._why = f"no sign of life for {SILENCE_S:.0f} s"
-                continue
-            self._why = "draining" if self.stats.draining else ""
+                raise Unavailable(f"no sign of life for {self._silence_s:g} s") from None
+            self._say("draining" if self.stats.draining else "")
             await asyncio.sleep(WATCH_S)
-        log.warning("replica %s: connection lost", self.address)
         raise Unavailable("connection lost")
 
-    async def _drop(self, why: str) -> None:
+    def _say(self, why: str) -> None:
+        """Note why it is not ready, or with "" that it is, and log what is new."""
+        if why == self._why:
+            return
         self._why = why
+        if why:
+            log.warning("replica %s is not ready: %s", self.name, why)
+        else:
+            log.info("replica %s is ready", self.name)
+
+    async def _drop(self) -> None:
         client, self._client = self._client, None
         self.stats = None
         if client is not None:
             await client.close()
+
+
+def _why_not(error: Unavailable) -> str:
+    """Why a connection could not be made, without the address, which the reader of it has."""
+    cause = error.__context__
+    if isinstance(cause, FileNotFoundError | ConnectionRefusedError):
+        return f"nothing listens there, it is loading or gone ({cause.strerror or cause})"
+    return f"cannot connect: {cause}" if isinstance(cause, OSError) and str(cause) else "cannot connect in time"

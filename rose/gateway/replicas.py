@@ -2,8 +2,8 @@
 
     parts -> least outstanding tokens -> light link -> rejoined in order
 
-A part whose replica goes away is sent elsewhere within the request's deadline. Knows token ids and addresses; knows
-neither text nor the carriers in front.
+A part whose replica goes away is sent elsewhere within the request's deadline, once: it may be what ended the engine.
+Knows token ids and addresses; knows neither text nor the carriers in front.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rose.client import EmbedResult
 from rose.errors import DeadlineExceeded, InvalidInput, Overloaded, RoseError, StartupError, Unavailable
 from rose.gateway.metrics import Metrics
 from rose.gateway.outputs import output_cards
 from rose.gateway.parts import Part, at_item, check_answer, cut_parts, join
-from rose.gateway.replica import CheckCard, Replica
+from rose.gateway.replica import SILENCE_S, CheckCard, ConnectionLost, Replica
 from rose.proto import rose_pb2 as pb
 from rose.proto.address import parse_address
 from rose.proto.convert import IntArray
@@ -29,6 +29,8 @@ PARTS_PER_REPLICA = 3
 SPREAD_TOKENS = 4096
 # Vectors of every token are cut into answers of about this size: half of what a frame holds by default.
 PART_BYTES = 32 << 20
+# A part whose connection is lost may have ended the engine: after so many losses no further engine is risked.
+MAX_LOSSES = 2
 # Where an overloaded replica does not say when to come back.
 OVERLOAD_PAUSE_S = 0.1
 
@@ -39,14 +41,27 @@ class ReplicaPool:
     Args:
         addresses: light-link addresses.
         check_card: refuses a replica this front cannot serve (raises RoseError).
+        names: what the public hears of each; empty for the addresses.
+        silence_s: see `Replica`.
 
     Raises:
         StartupError: no address, one that is none, or one twice.
     """
 
-    def __init__(self, addresses: Sequence[str], check_card: CheckCard, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        check_card: CheckCard,
+        metrics: Metrics,
+        *,
+        names: Sequence[str] = (),
+        silence_s: float = SILENCE_S,
+    ) -> None:
         _check_addresses(addresses)
-        self.replicas = [Replica(address, self._check) for address in addresses]
+        self.replicas = [
+            Replica(address, self._check, name=name, silence_s=silence_s)
+            for address, name in zip(addresses, names or addresses, strict=True)
+        ]
         self._check_card = check_card
         self._metrics = metrics
         self._card: pb.ModelCard | None = None
@@ -158,6 +173,15 @@ class ReplicaPool:
                     deadline_s=left_s,
                 )
                 check_answer(part, answer)
+            except ConnectionLost as error:
+                failed = error
+                lost = job.lost[part.start] = job.lost.get(part.start, 0) + 1
+                if lost >= MAX_LOSSES:
+                    raise Unavailable(
+                        f"the connections to {lost} replicas were lost while they had this request, which is not sent "
+                        f"to another one; the last was {error.message}",
+                        retry_after_s=1.0,
+                    ) from None
             except (Unavailable, Overloaded) as error:
                 failed = error
             except RoseError as error:
@@ -200,17 +224,22 @@ class ReplicaPool:
         self._card = card
 
     def _reasons(self) -> str:
-        return "; ".join(f"{replica.address}: {replica.reason}" for replica in self.replicas)
+        return "; ".join(f"{replica.name}: {replica.reason}" for replica in self.replicas)
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What all parts of one request have in common."""
+    """What all parts of one request have in common.
+
+    Attributes:
+        lost: first item of a part -> connections that were lost while they had it.
+    """
 
     outputs: tuple[str, ...]
     dimensions: int
     priority: pb.Priority.ValueType
     deadline: float
+    lost: dict[int, int] = field(default_factory=dict)
 
     def left_s(self) -> float:
         """Seconds until the deadline; negative after it."""
