@@ -6,6 +6,9 @@ Knows limits and addresses; knows neither devices nor sockets.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
+
+from rose.errors import StartupError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,7 @@ class ServerConfig:
     address: str = "127.0.0.1:0"
     max_queued_tokens: int = 1 << 20
     max_queued_requests: int = 4096
-    max_request_items: int = 4096
+    max_request_items: int = 2048
     max_payload: int = 64 << 20
     drain_seconds: float = 30.0
     stuck_seconds: float = 300.0
@@ -93,3 +96,46 @@ class GatewayConfig:
     default_timeout_s: float = 300.0
     drain_seconds: float = 30.0
     strict_dimensions: bool = False
+
+
+# Option -> field, for those that the command line spells otherwise.
+_SPELLED = {"default_timeout_s": "--timeout", "http_port": "--http", "grpc_port": "--grpc"}
+# Deadlines travel as 32-bit milliseconds.
+_MAX_SECONDS = 0xFFFFFFFF / 1000
+_MIN_COUNTS = (
+    *("max_body_bytes", "max_items", "max_request_tokens", "max_documents", "max_chunks", "max_context_tokens"),
+    *("tokenizer_threads", "tokenizer_queue"),
+)
+
+
+def check_gateway_config(config: GatewayConfig) -> None:
+    """Raises StartupError naming the option with which nothing, or nothing as it was meant, could be served."""
+    for name in _MIN_COUNTS:
+        _check(config, name, getattr(config, name) >= 1, "at least 1")
+    _check(config, "inline_chars", config.inline_chars >= 0, "at least 0")
+    for name in ("default_timeout_s", "replica_silence_seconds"):
+        value = getattr(config, name)
+        _check(config, name, 0 < value <= _MAX_SECONDS, f"more than 0 and at most {_MAX_SECONDS:.0f} seconds")
+    _check(
+        config,
+        "drain_seconds",
+        isfinite(config.drain_seconds) and config.drain_seconds >= 0,
+        "a number of seconds, 0 or more",
+    )
+    for name in ("http_port", "grpc_port"):
+        port = getattr(config, name)
+        _check(config, name, port is None or 0 <= port <= 65535, "0 to 65535, or off")
+    if config.http_port is None and config.grpc_port is None:
+        raise StartupError("both --http and --grpc are off: nothing could be served")
+    if config.http_port and config.http_port == config.grpc_port:
+        raise StartupError(f"--http and --grpc are both {config.http_port}: each needs a port of its own")
+    if not config.host:
+        raise StartupError("--host is empty: expected an address to listen on, 0.0.0.0 for all of them")
+    if config.replica_names and len(config.replica_names) != len(config.replicas):
+        raise StartupError(f"{len(config.replica_names)} replica_names for {len(config.replicas)} replicas")
+
+
+def _check(config: GatewayConfig, name: str, good: bool, expected: str) -> None:
+    if not good:
+        option = _SPELLED.get(name, "--" + name.replace("_", "-"))
+        raise StartupError(f"{option} must be {expected}, not {getattr(config, name)}")

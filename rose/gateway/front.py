@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose.config.serving import GatewayConfig
+from rose.config.serving import GatewayConfig, check_gateway_config
 from rose.gateway.app import HttpFront
 from rose.gateway.contextual import ContextualService
 from rose.gateway.contextual_route import ContextualRoute
@@ -50,8 +50,10 @@ async def make_front(
         reading: keyword arguments of `read_model_folder`, as the engines were given them.
 
     Raises:
+        StartupError: options with which nothing could be served.
         CheckpointError: the folder holds no usable tokenizer.json, or describes a model that cannot be served.
     """
+    check_gateway_config(config)
     facts = read_facts(model_folder, reading)
     tokenizer = TextTokenizer(
         facts.tokenizer_folder,
