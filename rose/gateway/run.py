@@ -26,6 +26,8 @@ from rose.gateway.front import Front, make_front
 log = logging.getLogger("rose.gateway")
 # New requests are still answered (503, Connection: close) for this long when nothing is in flight at SIGTERM.
 LINGER_S = 0.2
+# How often a starting front looks whether it is ready, until it is.
+READY_LOOK_S = 0.05
 # The tokenizer pool copies ids under the interpreter lock; at Python's 5 ms the event loop would wait that long for it.
 SWITCH_INTERVAL_S = 0.0005
 
@@ -100,16 +102,24 @@ async def serve_front(
     *,
     reading: Reading | None = None,
     on_listening: OnListening | None = None,
+    on_ready: OnListening | None = None,
 ) -> int:
-    """The same inside a running event loop, until `stop`."""
+    """The same inside a running event loop, until `stop`.
+
+    Args:
+        on_ready: called once, with the ports, when the first replica is ready.
+    """
     async with make_front(config, model_folder, reading=reading) as front:
         carriers = Carriers(front, config)
         idle = False
+        announcing: asyncio.Task[None] | None = None
         try:
             listening = await carriers.open()
             log.info("listening: http %s, grpc %s", listening.http, listening.grpc)
             if on_listening is not None:
                 on_listening(listening)
+            if on_ready is not None:
+                announcing = asyncio.get_running_loop().create_task(_announce(front, on_ready, listening))
             await stop.drain.wait()
             front.lifecycle.drain()
             log.info("draining: %d requests in flight", front.lifecycle.in_flight)
@@ -117,8 +127,16 @@ async def serve_front(
             if not idle:
                 log.warning("%d requests cut off", front.lifecycle.in_flight)
         finally:
+            if announcing is not None:
+                announcing.cancel()
             await carriers.close(forced=not idle)
         return 0 if idle else 1
+
+
+async def _announce(front: Front, on_ready: OnListening, listening: Listening) -> None:
+    while not front.pages.readiness().ready:
+        await asyncio.sleep(READY_LOOK_S)
+    on_ready(listening)
 
 
 async def _idle(front: Front, timeout_s: float) -> bool:

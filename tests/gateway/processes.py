@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rose.config.serving import GatewayConfig
+from rose.errors import StartupError
 from rose.gateway.run import run_front
 from rose.gateway.supervise import engine_command, serve
 from tests.gateway.conftest import card_for
@@ -97,9 +98,16 @@ def main():
             else lambda address, one=one: command("engine", address=address, **one)
             for one in options["engines"]
         ]  # fmt: skip
-        return serve(folder, GatewayConfig(replicas=(), **config), engines, on_listening=_say)
+        told = {"on_ready" if options.get("say_ready") else "on_listening": _say}
+        try:
+            return serve(folder, GatewayConfig(replicas=(), **config), engines, **told)
+        except StartupError as error:
+            sys.stderr.write(f"refused: {error.message}\n")
+            return 2
     if options.get("fails"):
-        return 3
+        sys.stderr.write("rose-server: this is why\n\n")
+        return options["fails"]
+    time.sleep(options.get("loads_s", 0.0))
     asyncio.run(_engine(options))
     return 4
 

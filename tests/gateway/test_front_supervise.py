@@ -16,8 +16,10 @@ import pytest
 
 from rose.errors import StartupError
 from rose.gateway import supervise
+from rose.gateway.engine_process import EngineProcess
 from rose.gateway.supervise import Keeper, engine_command
 from tests.gateway.processes import alive, command, ports, running, wait_for
+from tests.support.tiny_checkpoints import tiny_bert
 
 
 @contextmanager
@@ -102,10 +104,92 @@ def test_a_second_signal_ends_front_and_engines_at_once(text_folder, tmp_path):
 
 
 def test_an_engine_that_never_serves_ends_the_whole(text_folder, tmp_path):
-    with served(text_folder, tmp_path, fails=True) as (process, _, _pids):
+    engine = {"folder": str(text_folder), "pids": str(tmp_path / "pids"), "fails": 3}
+    with running("serve", folder=str(text_folder), engines=[engine], config={}) as process:
+        output, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "engine-0 ended with status 3 before it served: this is why" in errors
+    assert "ready" not in output
+
+
+def test_an_engine_that_refuses_to_start_ends_the_whole_and_is_not_asked_again(text_folder, tmp_path):
+    pids = tmp_path / "pids"
+    engines = [{"folder": str(text_folder), "pids": str(pids), "fails": fails} for fails in (0, 2)]
+    with running("serve", folder=str(text_folder), engines=engines, config={}) as process:
         _, errors = process.communicate(timeout=30)
-        assert process.returncode == 1
-        assert "the engine ended with status 3 before it served" in errors
+    assert process.returncode == 2
+    assert errors.splitlines()[-1] == "refused: engine-1 refused to start: this is why"
+    assert "restart" not in errors
+    assert not any(alive(int(pid)) for pid in pids.read_text().split())
+
+
+def test_one_engine_that_gives_up_leaves_the_others_serving(text_folder, tmp_path):
+    pids = tmp_path / "pids"
+    engines = [{"folder": str(text_folder), "pids": str(pids), "fails": fails} for fails in (3, 0)]
+    with running("serve", folder=str(text_folder), engines=engines, config={}) as process:
+        http, _ = ports(process)
+        with httpx.Client(base_url=f"http://{http}", timeout=30) as client:
+            wait_for(lambda: ready(client))
+            assert embed(client).status_code == 200
+            states = {one["address"]: one["ready"] for one in client.get("/ready").json()["replicas"]}
+            assert states == {"engine-0": False, "engine-1": True}
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=15)
+    assert process.returncode == 0
+    assert "engine-0 ended with status 3 before it served: this is why; 1 of 2 engines are left" in errors
+
+
+def test_readiness_is_announced_once_it_is_true(text_folder, tmp_path):
+    engine = {"folder": str(text_folder), "pids": str(tmp_path / "pids"), "loads_s": 0.5}
+    with running("serve", folder=str(text_folder), engines=[engine], config={}, say_ready=True) as process:
+        started = time.monotonic()
+        http, _ = ports(process)
+        assert time.monotonic() - started > 0.5
+        assert httpx.get(f"http://{http}/ready").status_code == 200
+
+
+def test_what_an_engine_writes_is_passed_on_whatever_it_is(text_folder, tmp_path):
+    """Lines of a megabyte, no line ends, bytes that are no text: nothing stops the reader, and so the engine."""
+    noise = (
+        "import sys; sys.stdout.write('x' * 3_000_000); sys.stderr.buffer.write(b'\\xff' * 2_000_000 + b'\\nlast\\n')"
+    )
+
+    async def run():
+        process = await EngineProcess.start([sys.executable, "-c", noise])
+        return await asyncio.wait_for(process.wait(), 20), process.last_words
+
+    assert asyncio.run(run()) == (0, "last")
+
+
+def test_a_child_of_the_engine_that_holds_its_pipes_is_not_waited_for(tmp_path):
+    code = "import subprocess, sys; subprocess.Popen(['sleep', '30']); sys.exit('rose-server: gone')"
+
+    async def run():
+        process = await EngineProcess.start([sys.executable, "-c", code])
+        status = await asyncio.wait_for(process.wait(), 10)
+        os.killpg(process.pid, signal.SIGKILL)
+        return status, process.last_words
+
+    assert asyncio.run(run()) == (1, "gone")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--dtype", "float99"], "argument --dtype: invalid choice: 'float99'"),
+        (["--device", "nowhere"], "device 'nowhere'"),
+        (["--max-tokens", "100000"], "this model takes at most 128"),
+    ],
+)
+def test_the_reason_of_a_real_engine_comes_last(tmp_path, arguments, words):
+    folder = tiny_bert(tmp_path / "m")
+    with running("serve", folder=str(folder), engines=[["--device", "cpu", *arguments]], config={}) as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    last = errors.splitlines()[-1]
+    assert last.startswith("refused: engine-0 refused to start: ")
+    assert words in last
 
 
 def test_restarts_are_bounded(text_folder, tmp_path, monkeypatch):
