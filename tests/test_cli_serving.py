@@ -16,6 +16,7 @@ import pytest
 from rose import cli
 from rose.hub.package import sha256_of
 from rose.server.__main__ import build_parser as engine_parser
+from tests.support.tiny_checkpoints import tiny_bert
 
 PORTS = ["--http", "0", "--grpc", "off"]
 
@@ -59,8 +60,10 @@ def test_the_engine_understands_every_option_it_is_handed(served, tmp_path):
     """The engine's own parser reads the command line that `rose serve` makes."""
     numbers = {"online-tokens": 11, "bulk-tokens": 12, "max-sequences": 13, "max-tokens": 14}
     numbers |= {"max-queued-tokens": 15, "max-queued-requests": 16, "num-threads": 17}
+    numbers |= {"max-in-flight": 18, "graph-bytes": 19}
     options = [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
     options += ["--dtype", "bfloat16", "--backend", "torch_sdpa", "--pooling", "last", "--bidirectional"]
+    options += ["--task", "embed", "--rerank-template", "none", "--no-warm-up"]
     cli.main(["serve", str(tmp_path), "--device", "cpu", "--name", "mine", *options])
     (command,) = served[0][2]
     assert command[1:3] == ["-m", "rose.server"]
@@ -72,6 +75,7 @@ def test_the_engine_understands_every_option_it_is_handed(served, tmp_path):
         "last",
         False,
     )
+    assert (read["task"], read["template"], read["warm_up"]) == ("embed", "none", False)
     assert (read["model_folder"], read["device"], read["served_name"]) == (str(tmp_path), "cpu", "mine")
 
 
@@ -108,6 +112,44 @@ def test_the_gateway_gets_its_replicas(tmp_path, monkeypatch):
     assert cli.main(["gateway", str(tmp_path), "--replica", "10.0.0.5:7000", "unix:/run/rose"]) == 0
     config, folder = calls[0]
     assert (config.replicas, folder) == (("10.0.0.5:7000", "unix:/run/rose"), tmp_path)
+
+
+READING = ["--pooling", "cls", "--causal", "--task", "rerank", "--rerank-template", "qwen3"]
+
+
+@pytest.mark.parametrize(
+    ("command", "target"),
+    [
+        (["serve"], "rose.gateway.supervise.serve"),
+        (["gateway", "--replica", "unix:/x"], "rose.gateway.run.run_front"),
+        (["info"], "rose.config.read_model_folder"),
+    ],
+)
+def test_the_folder_is_read_alike_by_whoever_reads_it(command, target, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(target, lambda *_, reading=None, **given: seen.append(reading or given) or 0)
+    monkeypatch.setattr("rose.cli.models._folder_facts", lambda folder: [])
+    assert cli.main([command[0], str(tmp_path), *command[1:], *READING]) == 0
+    assert seen == [{"pooling": "cls", "causal": True, "task": "rerank", "template": "qwen3"}]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(["--dtype", "float99"], "argument --dtype: invalid choice"), (["--backend", "none-such"], "none-such")],
+)
+def test_what_an_engine_refuses_is_said_last_and_no_address_before(options, words, tmp_path):
+    folder = tiny_bert(tmp_path / "m")
+    process = subprocess.run(
+        [sys.executable, "-m", "rose.cli", "serve", str(folder), *PORTS, "--device", "cpu", *options],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert (process.returncode, process.stdout) == (2, "")
+    last = process.stderr.splitlines()[-1]
+    assert last.startswith("rose: engine-0 refused to start: ")
+    assert words in last
 
 
 def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:

@@ -9,7 +9,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from rose.cli.shared import Commands, add_command, add_model, add_reading, resolve_model
+from rose.cli.shared import Commands, add_command, add_model, add_reading, reading, resolve_model
 
 if TYPE_CHECKING:
     from rose.config import ModelFolder
@@ -63,9 +63,7 @@ def _info(options: argparse.Namespace) -> int:
         return 0
     from rose.config import read_model_folder
 
-    _print_facts(
-        _folder_facts(read_model_folder(resolve_model(options), pooling=options.pooling, causal=options.causal))
-    )
+    _print_facts(_folder_facts(read_model_folder(resolve_model(options), **reading(options))))
     return 0
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rose.cli.shared import Commands, add_command, add_model, add_reading, resolve_model
+from rose.cli.shared import Commands, add_command, add_model, add_reading, reading, resolve_model
 
 if TYPE_CHECKING:
     from rose.config import GatewayConfig
@@ -27,6 +27,8 @@ _ENGINE_LIMITS = {
     "--online-tokens": "most tokens of a batch while single queries wait",
     "--bulk-tokens": "most tokens of a batch otherwise",
     "--max-sequences": "most sequences of a batch",
+    "--max-in-flight": "most batches launched and not yet finished",
+    "--graph-bytes": "device memory that captured graphs may take; 0 captures none",
     "--max-tokens": "longest text, in tokens (default: the model's own)",
     "--max-queued-tokens": "beyond this many waiting tokens, requests are answered 429",
     "--max-queued-requests": "beyond this many waiting requests, requests are answered 429",
@@ -61,6 +63,7 @@ def add_serve(commands: Commands) -> None:
         engine.add_argument(name, help=text)
     for name, text in _ENGINE_LIMITS.items():
         engine.add_argument(name, type=int, help=text, metavar=name.rpartition("-")[2].upper())
+    engine.add_argument("--no-warm-up", action="store_true", help="serve at once, capture graphs when they are needed")
     parser.add_argument("--name", help="name clients use (default: as given here)")
 
 
@@ -94,8 +97,8 @@ def _add_front(parser: argparse.ArgumentParser) -> None:
 def _port(text: str) -> int | None:
     if text == "off":
         return None
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port: expected 0 to 65535, or off")
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is no port: expected 0 to 65535, or off")
     return int(text)
 
 
@@ -112,7 +115,7 @@ def _serve(options: argparse.Namespace) -> int:
     _log_to_stderr(options.log_level)
     folder = resolve_model(options)
     engines = [engine_command(folder, _engine_arguments(options, device)) for device in options.device]
-    return serve(folder, _front_config(options, ()), engines, reading=_reading(options), on_listening=_announce)
+    return serve(folder, _front_config(options, ()), engines, reading=reading(options), on_ready=_announce)
 
 
 def _gateway(options: argparse.Namespace) -> int:
@@ -120,12 +123,7 @@ def _gateway(options: argparse.Namespace) -> int:
 
     _log_to_stderr(options.log_level)
     config = _front_config(options, tuple(options.replica))
-    return run_front(config, resolve_model(options), reading=_reading(options), on_listening=_announce)
-
-
-def _reading(options: argparse.Namespace) -> dict[str, Any]:
-    """What settles the reading of the folder: the front reads it as the engines do."""
-    return {"pooling": options.pooling, "causal": options.causal}
+    return run_front(config, resolve_model(options), reading=reading(options), on_listening=_announce)
 
 
 def _front_config(options: argparse.Namespace, replicas: tuple[str, ...]) -> GatewayConfig:
@@ -150,11 +148,13 @@ def _engine_arguments(options: argparse.Namespace, device: str) -> list[str]:
     """The engine's command line after its folder and address."""
     arguments = ["--device", device, "--served-name", options.name or _model_name(options.model)]
     arguments += ["--log-level", options.log_level]
-    for name in ("--pooling", *_ENGINE_MODEL, *_ENGINE_LIMITS):
+    for name in ("--pooling", "--task", "--rerank-template", *_ENGINE_MODEL, *_ENGINE_LIMITS):
         if (value := _value(options, name)) is not None:
             arguments += [name, str(value)]
     if options.causal is not None:
         arguments.append("--causal" if options.causal else "--no-causal")
+    if options.no_warm_up:
+        arguments.append("--no-warm-up")
     return arguments
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from rose.hub import DEFAULT_MODEL, Bars, resolve
 
@@ -48,6 +48,20 @@ def add_reading(parser: argparse._ActionsContainer) -> None:
         "--causal", dest="causal", action="store_true", default=None, help="each token sees the past"
     )
     attention.add_argument("--bidirectional", dest="causal", action="store_false", help="each token sees all others")
+    parser.add_argument("--task", choices=("embed", "rerank"), help="for a folder that could be served as either")
+    parser.add_argument(
+        "--rerank-template", choices=("qwen3", "none"), help="for a reranker that does not say how a pair is written"
+    )
+
+
+def reading(options: argparse.Namespace) -> dict[str, Any]:
+    """Options of `add_reading` as keyword arguments of `rose.config.read_model_folder`."""
+    return {
+        "pooling": options.pooling,
+        "causal": options.causal,
+        "task": options.task,
+        "template": options.rerank_template,
+    }
 
 
 def resolve_model(options: argparse.Namespace) -> Path:
