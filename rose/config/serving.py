@@ -67,6 +67,8 @@ class GatewayConfig:
             elsewhere. Far above any batch, since busy is healthy.
         host, http_port, grpc_port: where to listen; port 0 picks a free one, None leaves that carrier out.
         max_body_bytes: largest HTTP body or gRPC message, in bytes.
+        max_held_bytes: most bytes of HTTP bodies held at a time, over all requests; beyond it they are answered 429.
+            0: eight of the largest.
         max_items: most inputs of one request, or documents or pairs.
         max_request_tokens: most tokens of one request, over all its inputs.
         max_documents, max_chunks, max_context_tokens: the same of a request for contextual vectors.
@@ -85,6 +87,7 @@ class GatewayConfig:
     http_port: int | None = 8080
     grpc_port: int | None = None
     max_body_bytes: int = 32 << 20
+    max_held_bytes: int = 0
     max_items: int = 2048
     max_request_tokens: int = 1 << 20
     max_documents: int = 512
@@ -113,6 +116,8 @@ def check_gateway_config(config: GatewayConfig) -> None:
     for name in _MIN_COUNTS:
         _check(config, name, getattr(config, name) >= 1, "at least 1")
     _check(config, "inline_chars", config.inline_chars >= 0, "at least 0")
+    held = config.max_held_bytes
+    _check(config, "max_held_bytes", held == 0 or held >= config.max_body_bytes, "0, or at least --max-body-bytes")
     for name in ("default_timeout_s", "replica_silence_seconds"):
         value = getattr(config, name)
         _check(config, name, 0 < value <= _MAX_SECONDS, f"more than 0 and at most {_MAX_SECONDS:.0f} seconds")

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from rose.errors import InternalError, RoseError
 from rose.gateway import http_errors
 from rose.gateway.asgi import CLOSE, Call, ClientGone, Message, Receive, Reply, Scope, Send, send_reply
+from rose.gateway.body_budget import BodyBudget, Held
 from rose.gateway.lifecycle import Lifecycle
 from rose.gateway.metrics import Metrics
 
@@ -34,6 +35,8 @@ class HttpFront:
     Args:
         work: path -> handler of POST requests that cost model time; refused while draining.
         pages: path -> endpoint of GET requests; answered until the end.
+        max_body_bytes: largest body.
+        bodies: room for all bodies together.
     """
 
     def __init__(
@@ -42,11 +45,13 @@ class HttpFront:
         pages: dict[str, Endpoint],
         *,
         max_body_bytes: int,
+        bodies: BodyBudget,
         lifecycle: Lifecycle,
         metrics: Metrics,
     ) -> None:
         self._work = work
         self._max_body = max_body_bytes
+        self._bodies = bodies
         self._lifecycle = lifecycle
         self._metrics = metrics
         self._labels: dict[object, str] = {}
@@ -71,9 +76,10 @@ class HttpFront:
     async def _answer(self, call: Call, handler: Handler, send: Send) -> None:
         status = "499"
         taken = False
+        held = Held(self._bodies)
         try:
             self._lifecycle.check()
-            body = await call.body(self._max_body)
+            body = await call.body(self._max_body, held)
             self._lifecycle.begin()  # not earlier: a body that never comes must not hold up a drain
             taken = True
             reply = await self._reply(call, handler, body)
@@ -89,6 +95,7 @@ class HttpFront:
             status = str(reply.status)
             await send_reply(send, reply, call.id)
         finally:
+            held.release()
             if taken:
                 self._lifecycle.end()
             self._metrics.finished("http", call.path, status, call.elapsed())

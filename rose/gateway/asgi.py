@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from rose.errors import Cancelled, InvalidInput, PayloadTooLarge
+from rose.gateway.body_budget import Held
+from rose.gateway.inputs import show_bytes
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -27,6 +29,8 @@ BODY_TIMEOUT_S = 60.0
 # A refused body is still read up to this many times the limit, so that the caller reads an answer, not a reset.
 DISCARD_FACTOR = 4
 REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+# Nobody sends more than 10^18 bytes, and Python refuses to read thousands of digits.
+LENGTH_DIGITS = 18
 CLOSE = (b"connection", b"close")
 
 
@@ -74,29 +78,30 @@ class Call:
                 return value
         return None
 
-    async def body(self, limit: int) -> bytes:
-        """The whole body.
+    async def body(self, limit: int, held: Held) -> bytes:
+        """The whole body, counted in `held` as it comes.
 
         Raises:
             PayloadTooLarge: more than `limit` bytes, announced or sent.
+            Overloaded: the front holds too many bodies already.
             InvalidInput: a compressed body, or one that did not arrive within a minute.
             ClientGone: the caller left before the end of it.
         """
         coding = self.header(b"content-encoding")
         if coding not in (None, b"identity", b""):
-            raise InvalidInput(f"Content-Encoding {coding!r} is not supported, send the body as it is")
+            raise InvalidInput(f"Content-Encoding {show_bytes(coding)} is not supported, send the body as it is")
         announced = _content_length(self.header(b"content-length"))
         if announced > limit and self.header(b"expect") is not None:
             raise _too_large(announced, limit)  # nothing has been sent yet, so there is nothing to read away
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await self._read(limit, announced)
+                return await self._read(limit, announced, held)
         except TimeoutError:
             raise InvalidInput(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
 
-    async def _read(self, limit: int, announced: int) -> bytes:
+    async def _read(self, limit: int, announced: int, held: Held) -> bytes:
         chunks: list[bytes] = []
-        size, more = 0, True
+        size, more, kept = 0, True, True
         while more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
@@ -104,12 +109,18 @@ class Call:
             chunk: bytes = message.get("body", b"")
             more = message.get("more_body", False)
             size += len(chunk)
-            if size <= limit:
+            kept = kept and size <= limit and held.add(len(chunk))
+            if kept:
                 chunks.append(chunk)
-            elif size > limit * DISCARD_FACTOR:
+                continue
+            chunks.clear()
+            held.release()
+            if size > limit * DISCARD_FACTOR:
                 break
         if size > limit:
             raise _too_large(max(size, announced), limit)
+        if not kept:
+            raise held.refusal()
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
@@ -142,7 +153,8 @@ class Call:
 
 
 def _content_length(value: bytes | None) -> int:
-    return int(value) if value is not None and value.isdigit() else 0
+    """0 where there is none, or none that could be true."""
+    return int(value) if value is not None and value.isdigit() and len(value) <= LENGTH_DIGITS else 0
 
 
 def _too_large(size: int, limit: int) -> PayloadTooLarge:

@@ -18,7 +18,7 @@ from rose.gateway.contextual import ContextualAnswer, ContextualJob, ContextualS
 from rose.gateway.embedding_request import PRIORITIES, check_form_dimensions
 from rose.gateway.forms import Form, vector_form
 from rose.gateway.inputs import FIELD, kind_of_value
-from rose.gateway.json_body import TIMEOUT_HEADER, decode_body, timeout_s
+from rose.gateway.json_body import TIMEOUT_HEADER, read_body, timeout_s
 from rose.gateway.metrics import Metrics
 from rose.gateway.schemas_context import ContextualRequest
 from rose.gateway.timing import server_timing
@@ -41,7 +41,7 @@ class ContextualRoute:
         """Raises RoseError for everything that is not an answer."""
         config = self._service.service.config
         deadline = asyncio.get_running_loop().time() + timeout_s(call.header(TIMEOUT_HEADER), config.default_timeout_s)
-        request = decode_body(_decoder, body)
+        request = await read_body(_decoder, body, config.max_request_tokens)
         card = self._service.service.card_for(request.model)
         self._service.check_served(card)
         form = vector_form(card, request.encoding_format or DEFAULT_ENCODING, None)
@@ -76,9 +76,9 @@ def parse_documents(value: Any, max_documents: int, max_chunks: int) -> list[lis
         raise InvalidInput("the list is empty: expected at least one document", param=FIELD)
     if len(value) > max_documents:
         raise PayloadTooLarge(f"{len(value)} documents in one request, the limit is {max_documents}", param=FIELD)
-    for index, document in enumerate(value):
+    chunks = sum(len(document) for document in value if isinstance(document, list))
+    for index, document in enumerate(value if chunks <= max_chunks else ()):
         _check_document(document, index)
-    chunks = sum(map(len, value))
     if chunks > max_chunks:
         raise PayloadTooLarge(f"{chunks} chunks in one request, the limit is {max_chunks}", param=FIELD)
     documents: list[list[str]] = value

@@ -12,7 +12,6 @@ import msgspec
 from rose.errors import InvalidInput, Unsupported
 from rose.gateway.forms import Form, vector_form
 from rose.gateway.inputs import parse_input, show
-from rose.gateway.json_body import decode_body
 from rose.gateway.named_outputs import Named, check_kinds
 from rose.gateway.outputs import check_outputs, check_trained, output_cards
 from rose.gateway.schemas import EmbeddingRequest
@@ -20,7 +19,7 @@ from rose.gateway.service import EmbedJob
 from rose.proto import rose_pb2 as pb
 
 PRIORITIES: dict[str | None, pb.Priority.ValueType] = {None: pb.ONLINE, "online": pb.ONLINE, "bulk": pb.BULK}
-_decoder = msgspec.json.Decoder(EmbeddingRequest)
+decoder = msgspec.json.Decoder(EmbeddingRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +37,12 @@ class Plan:
     named: Named | None
 
 
-def decode_request(body: bytes) -> EmbeddingRequest:
-    """Raises InvalidInput that names the field where there is one."""
-    return decode_body(_decoder, body)
-
-
-def make_plan(request: EmbeddingRequest, card: pb.ModelCard, max_items: int, deadline: float, *, strict: bool) -> Plan:
+def make_plan(
+    request: EmbeddingRequest, card: pb.ModelCard, max_items: int, max_ids: int, deadline: float, *, strict: bool
+) -> Plan:
     """
     Args:
+        max_items, max_ids: see `parse_input`.
         strict: refuse dimensions the model was not trained for.
 
     Raises:
@@ -67,7 +64,7 @@ def make_plan(request: EmbeddingRequest, card: pb.ModelCard, max_items: int, dea
     if split and cut_to is not None:
         raise InvalidInput("long inputs are split or cut, not both", param="split_long_inputs")
     job = EmbedJob(
-        input=parse_input(request.input, vocab_size=card.vocab_size, max_items=max_items),
+        input=parse_input(request.input, vocab_size=card.vocab_size, max_items=max_items, max_ids=max_ids),
         outputs=outputs,
         dimensions=0 if cut else dimensions,
         prompt_name=request.prompt_name,

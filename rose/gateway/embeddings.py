@@ -11,9 +11,9 @@ import time
 import msgspec
 
 from rose.gateway.asgi import Call, Reply
-from rose.gateway.embedding_request import Plan, decode_request, make_plan
+from rose.gateway.embedding_request import Plan, decoder, make_plan
 from rose.gateway.forms import cut_rows
-from rose.gateway.json_body import TIMEOUT_HEADER, timeout_s
+from rose.gateway.json_body import TIMEOUT_HEADER, off_loop, read_body, timeout_s
 from rose.gateway.metrics import Metrics
 from rose.gateway.named_outputs import named_list
 from rose.gateway.service import Embedded, EmbedService
@@ -35,9 +35,10 @@ class EmbeddingsRoute:
         """Raises RoseError for everything that is not an answer."""
         config = self._service.config
         deadline = asyncio.get_running_loop().time() + timeout_s(call.header(TIMEOUT_HEADER), config.default_timeout_s)
-        request = decode_request(body)
+        request = await read_body(decoder, body, config.max_request_tokens)
         card = self._service.card_for(request.model)
-        plan = make_plan(request, card, config.max_items, deadline, strict=config.strict_dimensions)
+        limits = (config.max_items, config.max_request_tokens)
+        plan = await off_loop(body, make_plan, request, card, *limits, deadline, strict=config.strict_dimensions)
         done = await call.unless_gone(self._service.embed(card, plan.job))
         started = time.perf_counter()
         answer = await self._answer(card, plan, done)

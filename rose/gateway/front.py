@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rose.config.serving import GatewayConfig, check_gateway_config
 from rose.gateway.app import HttpFront
+from rose.gateway.body_budget import BodyBudget
 from rose.gateway.contextual import ContextualService
 from rose.gateway.contextual_route import ContextualRoute
 from rose.gateway.embeddings import EmbeddingsRoute
@@ -25,6 +26,9 @@ from rose.gateway.replicas import ReplicaPool
 from rose.gateway.service import EmbedService
 from rose.gateway.tokenizer import TextTokenizer
 from rose.proto import rose_pb2 as pb
+
+# Bodies of the largest size held at a time, where nothing else is asked for; decoded, each takes several times as much.
+HELD_BODIES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,7 @@ def http_front(
             "/docs": pages.docs,
         },
         max_body_bytes=service.config.max_body_bytes,
+        bodies=BodyBudget(service.config.max_held_bytes or HELD_BODIES * service.config.max_body_bytes),
         lifecycle=lifecycle,
         metrics=metrics,
     )

@@ -16,6 +16,7 @@ from rose.gateway.schemas import ErrorDetail, ErrorResponse
 _encode = msgspec.json.Encoder().encode
 # 429 and 503 always say when to come back; what the error itself states wins.
 DEFAULT_RETRY_AFTER_S = 1.0
+MESSAGE_CHARS = 2000
 
 
 def error_type(status: int) -> str:
@@ -25,6 +26,8 @@ def error_type(status: int) -> str:
 
 
 def reply(status: int, code: str, message: str, *, param: str | None = None, index: int | None = None) -> Reply:
+    if len(message) > MESSAGE_CHARS:  # it quotes the caller, who may have sent megabytes
+        message = f"{message[:MESSAGE_CHARS]}... ({len(message)} characters)"
     detail = ErrorDetail(message=message, type=error_type(status), param=param, code=code, index=index)
     return Reply(status, _encode(ErrorResponse(detail)))
 

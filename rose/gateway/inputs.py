@@ -15,6 +15,8 @@ from rose.errors import InvalidInput, PayloadTooLarge
 from rose.proto.convert import IntArray
 
 FIELD = "input"
+# Of what a caller sent, in an answer that says what is wrong with it.
+SHOWN_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Tokens:
 Input: TypeAlias = Texts | Tokens
 
 
-def parse_input(value: Any, *, vocab_size: int, max_items: int) -> Input:
+def parse_input(value: Any, *, vocab_size: int, max_items: int, max_ids: int) -> Input:
     """What a JSON `input` holds.
 
     Args:
@@ -42,7 +44,7 @@ def parse_input(value: Any, *, vocab_size: int, max_items: int) -> Input:
 
     Raises:
         InvalidInput: anything else, an empty text or list, an id outside 0 .. vocab_size - 1.
-        PayloadTooLarge: more than `max_items` items.
+        PayloadTooLarge: more than `max_items` items, or `max_ids` token ids in all; told before any of them is read.
     """
     if isinstance(value, str):
         return check_texts([value], max_items)
@@ -52,13 +54,16 @@ def parse_input(value: Any, *, vocab_size: int, max_items: int) -> Input:
         raise InvalidInput("the list is empty: expected at least one text or token id", param=FIELD)
     first = value[0]
     if isinstance(first, str):
+        check_count(len(value), max_items)
         _same_kind(value, str, "a text")
         return check_texts(value, max_items)
     if isinstance(first, list):
-        _same_kind(value, list, "a list of token ids")
         check_count(len(value), max_items)
+        _same_kind(value, list, "a list of token ids")
+        _check_ids(sum(map(len, value)), max_ids)
         return Tokens([_ids(ids, index, vocab_size) for index, ids in enumerate(value)])
     if type(first) in (int, float, bool):
+        _check_ids(len(value), max_ids)
         return Tokens([_ids(value, 0, vocab_size)])
     raise InvalidInput(
         f"expected a text, a token id or a list of token ids, got {kind_of_value(first)}", param=FIELD, index=0
@@ -78,6 +83,11 @@ def check_texts(texts: Sequence[str], max_items: int) -> Texts:
 def check_count(count: int, max_items: int) -> None:
     if count > max_items:
         raise PayloadTooLarge(f"{count} items in one request, the limit is {max_items}", param=FIELD)
+
+
+def _check_ids(count: int, max_ids: int) -> None:
+    if count > max_ids:
+        raise PayloadTooLarge(f"{count} token ids in one request, the limit is {max_ids}", param=FIELD)
 
 
 def _ids(ids: list[Any], index: int, vocab_size: int) -> IntArray:
@@ -110,6 +120,12 @@ def _same_kind(items: list[Any], kind: type, name: str) -> None:
 def show(number: int) -> str:
     """An integer from outside, short enough to print (Python refuses to print very long ones)."""
     return str(number) if number.bit_length() <= 128 else f"an integer of {number.bit_length()} bits"
+
+
+def show_bytes(raw: bytes) -> str:
+    """A header from outside, in quotes."""
+    text = raw[: SHOWN_CHARS + 1].decode("latin-1")
+    return repr(text) if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]!r} and more"
 
 
 def kind_of_value(value: Any) -> str:

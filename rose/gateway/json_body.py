@@ -5,20 +5,71 @@ Knows JSON and msgspec's messages; knows no route.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
-from rose.errors import InvalidInput, RoseError
+from rose.errors import InvalidInput, PayloadTooLarge, RoseError
+from rose.gateway.inputs import show_bytes
 from rose.proto.frames import MAX_DEADLINE_MS
 
 TIMEOUT_HEADER = b"x-request-timeout-ms"
+# Reading more than this takes milliseconds: in a thread, where others get their turn between its steps.
+INLINE_BYTES = 256 << 10
+# Beside the values that there is a limit for: fields, and what each document may carry besides its text.
+SPARE_VALUES = 1 << 16
+P = ParamSpec("P")
 T = TypeVar("T")
+# A JSON text, or the rest of a body in which one never ends.
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\Z)', re.DOTALL)
 _AT = re.compile(r" - at `\$\.?([A-Za-z_0-9]+)?.*`$")
 _MISSING = re.compile(r"required field `(\w+)`")
+
+
+async def off_loop(body: bytes, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What `work` gives, from a thread if it has much of a body to read."""
+    if len(body) <= INLINE_BYTES:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
+
+
+async def read_body(decoder: msgspec.json.Decoder[T], body: bytes, max_values: int) -> T:
+    """As `decode_body`, off the event loop where that takes long.
+
+    Args:
+        max_values: most that any request may hold, in token ids or texts.
+
+    Raises:
+        PayloadTooLarge: many more values than that; told before any of them is read.
+    """
+    return await off_loop(body, _decode_checked, decoder, body, max_values + SPARE_VALUES)
+
+
+def _decode_checked(decoder: msgspec.json.Decoder[T], body: bytes, max_values: int) -> T:
+    check_values(body, max_values)
+    return decode_body(decoder, body)
+
+
+def check_values(body: bytes, most: int) -> None:
+    """Raises PayloadTooLarge for a body of more values.
+
+    Decoding them takes the interpreter lock for all of its time, up to a second for the ids that fit in 32 MiB. Values
+    are told by the commas between them; where there are few in all, those within texts need not be told apart.
+    """
+    if body.count(b",") <= most:
+        return
+    found = end = 0
+    for text in _TEXT.finditer(body):
+        found += body.count(b",", end, text.start())
+        end = text.end()
+        if found > most:
+            break
+    if found > most or found + body.count(b",", end) > most:
+        raise PayloadTooLarge(f"the body holds more than {most} values, which is more than any request may")
 
 
 def decode_body(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
@@ -38,9 +89,10 @@ def timeout_s(header: bytes | None, default: float) -> float:
     if header is None:
         return default
     text = header.strip()
-    if not text.isdigit() or not 0 < int(text) <= MAX_DEADLINE_MS:
+    # Python refuses to read thousands of digits.
+    if not text.isdigit() or len(text.lstrip(b"0")) > len(str(MAX_DEADLINE_MS)) or not 0 < int(text) <= MAX_DEADLINE_MS:
         raise InvalidInput(
-            f"X-Request-Timeout-Ms is {header!r}: expected whole milliseconds, 1..{MAX_DEADLINE_MS}",
+            f"X-Request-Timeout-Ms is {show_bytes(header)}: expected whole milliseconds, 1..{MAX_DEADLINE_MS}",
             param="X-Request-Timeout-Ms",
         )
     return int(text) / 1000

@@ -11,7 +11,7 @@ import time
 import msgspec
 
 from rose.gateway.asgi import Call, Reply
-from rose.gateway.json_body import TIMEOUT_HEADER, decode_body, timeout_s
+from rose.gateway.json_body import TIMEOUT_HEADER, read_body, timeout_s
 from rose.gateway.metrics import Metrics
 from rose.gateway.rank_job import Ranked, RankJob
 from rose.gateway.rank_request import rerank_decoder, rerank_job, score_decoder, score_job
@@ -44,7 +44,7 @@ class RerankRoute:
         """Raises RoseError for everything that is not an answer."""
         config = self._service.service.config
         deadline = asyncio.get_running_loop().time() + timeout_s(call.header(TIMEOUT_HEADER), config.default_timeout_s)
-        request = decode_body(rerank_decoder, body)
+        request = await read_body(rerank_decoder, body, config.max_request_tokens)
         card = self._service.service.card_for(request.model)
         job = rerank_job(request, config.max_items, deadline)
         ranked = await call.unless_gone(self._service.rank(card, job))
@@ -64,7 +64,7 @@ class ScoreRoute:
         """Raises RoseError for everything that is not an answer."""
         config = self._service.service.config
         deadline = asyncio.get_running_loop().time() + timeout_s(call.header(TIMEOUT_HEADER), config.default_timeout_s)
-        request = decode_body(score_decoder, body)
+        request = await read_body(score_decoder, body, config.max_request_tokens)
         card = self._service.service.card_for(request.model)
         ranked = await call.unless_gone(self._service.rank(card, score_job(request, config.max_items, deadline)))
         started = time.perf_counter()

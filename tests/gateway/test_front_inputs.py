@@ -12,7 +12,7 @@ VOCABULARY = 400
 
 
 def parse(value, max_items=8):
-    return parse_input(value, vocab_size=VOCABULARY, max_items=max_items)
+    return parse_input(value, vocab_size=VOCABULARY, max_items=max_items, max_ids=1 << 20)
 
 
 def test_a_text_and_a_list_of_texts():
