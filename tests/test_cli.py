@@ -23,7 +23,8 @@ def commands() -> list[str]:
 
 
 def test_the_commands_are_those_of_the_documentation():
-    assert commands() == ["pull", "serve", "gateway", "embed", "rerank", "info", "doctor", "bench", "version"]
+    serving = ["pull", "serve", "gateway", "embed", "rerank"]
+    assert commands() == [*serving, "convert", "info", "doctor", "bench", "version"]
 
 
 @pytest.mark.parametrize("name", commands())

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import rose
 from rose.cli.bench import add_bench
+from rose.cli.convert import add_convert
 from rose.cli.doctor import add_doctor
 from rose.cli.embed import add_embed
 from rose.cli.models import add_info, add_pull
@@ -62,7 +63,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rose {rose.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (add_pull, add_serve, add_gateway, add_embed, add_rerank, add_info, add_doctor, add_bench, _add_version):
+    serving = (add_pull, add_serve, add_gateway, add_embed, add_rerank)
+    for add in (*serving, add_convert, add_info, add_doctor, add_bench, _add_version):
         add(commands)
     return parser
 

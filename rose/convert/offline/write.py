@@ -1,0 +1,210 @@
+"""The plan carried out: a folder that is whole, says what was decided, and appears under its name last.
+
+Everything is written into a hidden folder beside the target, read again as a server would read it, and renamed. Knows
+files; decides nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rose
+from rose.config import ModelFolder, read_model_folder
+from rose.convert.offline.decide import Plan
+from rose.convert.offline.names import SCORE
+from rose.convert.offline.shards import Slot, split_shards, write_shards
+from rose.convert.offline.source import ADAPTER_CONFIG, Source
+from rose.convert.offline.weights import DTYPES, Weights
+from rose.errors import CheckpointError
+
+RECORD = "rose.json"
+_CHUNK = 8 << 20
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
+_TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt"),
+    *("vocab.json", "merges.txt", "sentencepiece.bpe.model", "spiece.model", "tokenizer.model", "chat_template.jinja"),
+)
+_BESIDE = ("sparse_linear.*", "colbert_linear.*", "*.py", "LICENSE*", "NOTICE*")  # BGE-M3's heads, a model's own code
+
+
+def convert(
+    plan: Plan,
+    weights: Weights,
+    target: Path,
+    *,
+    force: bool = False,
+    shard_bytes: int = 5_000_000_000,
+    advance: Callable[[int], None] = lambda done: None,
+) -> Path:
+    """Write the folder.
+
+    Args:
+        weights: of the source, adapters merged.
+        force: replace a target that is there.
+        advance: is told the bytes of weights written so far.
+
+    Raises:
+        CheckpointError: a target that is there, cannot be written or is part of the source; a value that does not fit
+            its dtype; or a result that does not read as decided. Nothing is left behind.
+    """
+    check_target(target, plan.source, force=force)
+    with _whole_or_nothing(target) as folder, _hashing(plan.source) as hashes:
+        _copy(plan, folder)
+        for name, value in plan.files.items():
+            _write(folder / name, value)
+        shards = split_shards(plan.slots, shard_bytes)
+        by_name = {slot.name: slot for slot in plan.slots}
+        write_shards(folder, shards, lambda name: _tensor(plan, weights, by_name[name]), advance)
+        _write(folder / RECORD, _record(plan, hashes.result()))
+        check_result(plan, folder)
+    return target
+
+
+def check_target(target: Path, source: Source, *, force: bool) -> None:
+    """
+    Raises:
+        CheckpointError: it is there already, or writing it would touch the source.
+    """
+    resolved = target.resolve()
+    for folder in source.folders:
+        if resolved == folder.resolve() or resolved in folder.resolve().parents or folder.resolve() in resolved.parents:
+            raise CheckpointError(f"{target} overlaps with {folder}, which is read; name another target")
+    if target.exists() and not force:
+        raise CheckpointError(f"{target} is there already; --force replaces it")
+
+
+@contextmanager
+def _whole_or_nothing(target: Path) -> Iterator[Path]:
+    folder = target.parent / f".{target.name}.partial-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+        old = target.parent / f".{target.name}.replaced-{os.getpid()}"
+        if target.exists():
+            target.rename(old)
+        folder.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tensor(plan: Plan, weights: Weights, slot: Slot) -> Tensor:
+    name = slot.name
+    if name == SCORE and name not in plan.tensors.sources:
+        return _score_row(plan, weights)
+    tensor = weights.read(plan.tensors.sources[name])
+    value = tensor.to(DTYPES[slot.dtype])
+    # As when loading: one sum first, a mask of the same size only where that is not finite.
+    if not bool(value.abs().sum(dtype=torch.float32).isfinite()) and not bool(value.isfinite().all()):
+        raise CheckpointError(f"{plan.tensors.sources[name]} holds values that are not finite as {slot.dtype}")
+    return value
+
+
+def _score_row(plan: Plan, weights: Weights) -> Tensor:
+    """Yes minus no, in fp32: the product with it is the difference of the two logits."""
+    reranker, head = plan.reranker, plan.tensors.head
+    assert reranker is not None
+    assert reranker.yes_id is not None
+    row = weights.read_row(head, reranker.yes_id).float()
+    return (row if reranker.no_id is None else row - weights.read_row(head, reranker.no_id).float())[None]
+
+
+def _copy(plan: Plan, folder: Path) -> None:
+    """The tokenizer's files as they are, heads and code beside the weights, and Dense modules."""
+    source = plan.source
+    for name in _TOKENIZER:
+        own = source.tokenizer / name
+        if own.exists():
+            shutil.copyfile(own, folder / name)
+    for pattern in _BESIDE:
+        for place in (source.backbone, source.root):
+            for path in sorted(place.glob(pattern)):
+                shutil.copyfile(path, folder / path.name)
+    for name in plan.folders:
+        shutil.copytree(source.root / name, folder / name)
+
+
+def _write(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = value if isinstance(value, str) else json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def _record(plan: Plan, hashes: dict[str, str]) -> dict[str, Any]:
+    return {
+        "made_by": f"rose {rose.__version__}",
+        "to": plan.wishes.to,
+        "choices": [{"name": c.name, "value": c.value, "source": c.source} for c in plan.choices],
+        "source": {
+            "folder": str(plan.source.named),
+            "base": str(plan.source.backbone),
+            "adapters": [str(path) for path in plan.source.adapters],
+            "sha256": hashes,
+        },
+    }
+
+
+@contextmanager
+def _hashing(source: Source) -> Iterator[Future[dict[str, str]]]:
+    """The source's digests, made beside the writing, since both wait for the disk; given up where that fails."""
+    given_up = Event()
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            yield pool.submit(_hash_all, source, given_up)
+        finally:
+            given_up.set()
+
+
+def _hash_all(source: Source, given_up: Event) -> dict[str, str]:
+    """Path as it was named -> sha256, of every file that a result is made of."""
+    files = [
+        path
+        for folder in source.folders
+        for path in sorted(folder.iterdir())
+        if path.is_file() and (path.suffix in (*_WEIGHTS, ".json") or path.name in (*_TOKENIZER, ADAPTER_CONFIG))
+    ]
+    digests: dict[str, str] = {}
+    for path in dict.fromkeys(files):
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while not given_up.is_set() and (chunk := file.read(_CHUNK)):
+                digest.update(chunk)
+        digests[str(path)] = digest.hexdigest()
+    return digests
+
+
+def check_result(plan: Plan, folder: Path) -> ModelFolder:
+    """Read the folder as a server would, and compare.
+
+    Raises:
+        CheckpointError: it says something else than was decided.
+    """
+    read = read_model_folder(folder)
+    found: dict[str, Any] = {
+        "architecture": read.architecture.architecture,
+        "causal": read.architecture.causal,
+        "max_tokens": read.max_tokens,
+        "pooling": None if read.pooling is None else (read.pooling.modes, read.pooling.include_prompt),
+        "normalize": read.normalize,
+        "prompts": dict(read.prompts),
+    }
+    if read.reranker is not None:
+        found |= {"activation": read.reranker.activation, "prefix": read.reranker.prefix}
+    for key, value in plan.expected.items():
+        if key in found and found[key] != value:
+            raise CheckpointError(f"the result reads as {key} {found[key]!r}, and {value!r} was decided")
+    return read
