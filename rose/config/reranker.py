@@ -6,6 +6,7 @@ weights nor tokenising: the front writes the pair, the engine only sees ids.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,8 +25,16 @@ QWEN3_PREFIX = (
 )
 QWEN3_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+# What a chat template must hold, in this order, to be that prompt. Template engines drop line ends at a file's end,
+# so a template writes the last ones in ways of its own.
+_PIECES = (QWEN3_PREFIX, "<Instruct>: ", "\n<Query>: ", "\n<Document>: ", QWEN3_SUFFIX.rstrip("\n"))
+_MARKERS = {"<Instruct>: ", "<Query>: ", "<Document>: "}
+_MARKER = re.compile(r"<[A-Za-z]\w*>: ")
 _ACTIVATIONS: dict[str, Literal["sigmoid", "none"]] = {"Sigmoid": "sigmoid", "Identity": "none"}
 _SETTLE_TEMPLATE = "settle it with --rerank-template qwen3 (Qwen3-Reranker's prompt) or none (the tokenizer's own pair)"
+_OTHER_PROMPT = (
+    "that is not Qwen3-Reranker's prompt, and no other is served; --rerank-template qwen3 writes that one anyway"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +122,7 @@ def read_reranker(
     else:
         yes_id, no_id = (_vocabulary_id(config, tokens, word) for word in ("yes", "no"))
         source = "the caller's choice" if task == "rerank" else "the name Qwen3-Reranker"
-    stated = (_JUDGE in tokens.chat_template, known, template == "qwen3", task == "rerank")
-    if not any(stated):
+    if template is None and not _says_qwen3(config, tokens) and not known and task != "rerank":
         raise config.error(f"it does not say how a pair is written; {_SETTLE_TEMPLATE}")
     activation, where = _activation(config, sentence_config, 1)
     return RerankerConfig(
@@ -144,7 +152,7 @@ def _classifier(
     labels = _labels(config)
     decoder = architecture.rope_theta is not None
     if template is None and decoder:
-        if not known and _JUDGE not in tokens.chat_template:
+        if not _says_qwen3(config, tokens) and not known:
             raise config.error(f"it does not say how a pair is written; {_SETTLE_TEMPLATE}")
         template = "qwen3"
     templated = template == "qwen3"
@@ -160,6 +168,29 @@ def _classifier(
         instruction=_instruction(sentence_config) if templated else "",
         source=f"config.json: {architecture.architecture}",
     )
+
+
+def _says_qwen3(config: JsonFile, tokens: TokenizerFiles) -> bool:
+    """Whether the folder's chat template is Qwen3-Reranker's prompt; False where it is not about pairs at all.
+
+    Raises:
+        CheckpointError: it is about pairs, but another prompt, whatever the folder is called.
+    """
+    # Pieces may stand in the template's own string literals, which spell a line end and a quote with a backslash.
+    text = tokens.chat_template.replace("\\n", "\n").replace('\\"', '"')
+    markers = {*_MARKER.findall(text)}
+    if _JUDGE not in text and not markers & _MARKERS:
+        return False
+    place = 0
+    for piece in _PIECES:
+        found = text.find(piece, place)
+        if found < 0:
+            raise config.error(f"its chat template judges pairs, but has no {piece!r} where it is due; {_OTHER_PROMPT}")
+        place = found + len(piece)
+    if markers != _MARKERS:
+        further = ", ".join(sorted(markers - _MARKERS))
+        raise config.error(f"its chat template has further fields ({further}); {_OTHER_PROMPT}")
+    return True
 
 
 def _labels(config: JsonFile) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from rose.config import read_model_folder
 from rose.errors import CheckpointError
 from tests.support.tiny_checkpoints import edit_json, read_json, tiny_bert, tiny_qwen3, write_json
 from tests.support.tiny_families import (
+    RERANKER_TEMPLATE,
     tiny_cross_encoder_bert,
     tiny_cross_encoder_xlmr,
     tiny_qwen3_classifier,
@@ -147,8 +148,46 @@ def test_converted_classifier_says_how_its_pair_is_written(tmp_path):
     assert (templated.form, templated.head) == ("template", "last")
     named = read_model_folder(tiny_qwen3_classifier(tmp_path / "Qwen3-Reranker-0.6B-seq-cls")).reranker
     assert (named.form, named.suffix) == ("template", templated.suffix)
-    judge = "Judge whether the Document meets the requirements based on the Query and the Instruct provided."
-    edit_json(path / "tokenizer_config.json", chat_template=[{"name": "default", "template": judge}])
+    edit_json(path / "tokenizer_config.json", chat_template=[{"name": "default", "template": RERANKER_TEMPLATE}])
+    assert read_model_folder(path).reranker.form == "template"
+
+
+ALTERED = [
+    ("<Query>: ", "<Search>: ", r"has no '\\n<Query>: ' where it is due"),
+    ("<Document>: ", "<Passage>: ", r"has no '\\n<Document>: ' where it is due"),
+    ("<Instruct>: ", "Task: ", "has no '<Instruct>: ' where it is due"),
+    ('"yes" or "no"', '"1" or "0"', "has no .*Judge whether the Document"),
+    ("<think>\n\n</think>", "", "has no .*assistant.* where it is due"),
+    ("\n<Document>: ", "\n<Title>: {{ title }}\n<Document>: ", r"has further fields \(<Title>: \)"),
+]
+
+
+@pytest.mark.parametrize("make", [tiny_qwen3_reranker, tiny_qwen3_classifier])
+@pytest.mark.parametrize(("old", "new", "words"), ALTERED)
+def test_a_template_that_differs_in_a_piece_is_another_prompt(tmp_path, make, old, new, words):
+    """The judge's sentence alone settles nothing, nor does the folder's name or the task; the named flag does."""
+    assert old in RERANKER_TEMPLATE
+    path = make(tmp_path / "Qwen3-Reranker-mine")
+    (path / "chat_template.jinja").write_text(RERANKER_TEMPLATE.replace(old, new), encoding="utf-8")
+    for reading in ({}, {"task": "rerank"}):
+        with pytest.raises(CheckpointError, match=words) as refused:
+            read_model_folder(path, **reading)
+        assert "--rerank-template qwen3" in str(refused.value)
+    assert read_model_folder(path, template="qwen3").reranker.form == "template"
+
+
+def test_a_template_in_string_literals_is_the_same_prompt(tmp_path):
+    path = tiny_qwen3_classifier(tmp_path / "m")
+    prefix, rest = RERANKER_TEMPLATE.split("<Instruct>", 1)
+    literal = prefix.replace('"', '\\"').replace("\n", "\\n")
+    (path / "chat_template.jinja").write_text(f'{{{{ "{literal}" }}}}<Instruct>{rest}', encoding="utf-8")
+    assert read_model_folder(path).reranker.form == "template"
+
+
+def test_a_chat_template_that_judges_nothing_leaves_the_name_to_say_it(tmp_path):
+    """The first revisions of Qwen3-Reranker have the chat template of the language model they were made from."""
+    path = tiny_qwen3_reranker(tmp_path / "Qwen3-Reranker-0.6B", logit_score=False)
+    (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}", encoding="utf-8")
     assert read_model_folder(path).reranker.form == "template"
 
 
