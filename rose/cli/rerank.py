@@ -1,6 +1,7 @@
 """`rose rerank`: the documents of a file in the order of their relevance to a query.
 
-Knows options and what to print; the server scores.
+Texts are ordered by what the model says before its sigmoid: the sigmoid of 40 is that of 50, 1.0, and the order of such
+would be that of the file. Knows options and what to print; the server scores.
 """
 
 from __future__ import annotations
@@ -22,14 +23,22 @@ _EXAMPLES = (
     "rose rerank 'who wrote Faust?' passages.txt --top 5",
     "rose rerank 'who wrote Faust?' docs.jsonl --field body --json --server http://127.0.0.1:8080",
 )
-_PASSED_ON = ("method", "instruction", "raw_scores", "truncate")
+_PASSED_ON = ("method", "instruction", "truncate")
 
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    score: float
+    """
+    Attributes:
+        raw: what the texts are ordered by.
+        index: position among the texts, counted from 0.
+        method: how it was scored, as the server says; None for a server that says nothing.
+    """
+
+    raw: float
     index: int
     item: Item
+    method: str | None
 
 
 def add_rerank(commands: Commands) -> None:
@@ -54,11 +63,15 @@ def _rerank(options: argparse.Namespace) -> int:
         raise InvalidInput("the query is empty")
     source = source_of(options)
     with server(options) as api:
-        fields = {"model": served_model(api, options)[0], "query": options.query}
+        model, rose = served_model(api, options)
+        fields: dict[str, Any] = {"model": model, "query": options.query}
         fields |= {name: value for name in _PASSED_ON if (value := getattr(options, name)) not in (None, False)}
-        found = _scored(api, source, fields)
-    for rank, one in enumerate(sorted(found, key=lambda one: (-one.score, one.index))[: options.top], 1):
-        print(_json(rank, one) if options.json else f"{one.score:.4f}\t{one.item.number}\t{one.item.text}")
+        raw = {"raw_scores": True} if rose or options.raw_scores else {}  # other servers may not know the field
+        found = _scored(api, source, fields | raw)
+        sigmoid = not options.raw_scores and _applies_sigmoid(api, fields, found)
+    best = sorted(found, key=lambda one: -one.raw)[: options.top]  # stable: equal ones stay in the file's order
+    for rank, (one, score) in enumerate(zip(best, _shown(best, sigmoid), strict=True), 1):
+        print(_json(rank, one, score) if options.json else f"{score:.4f}\t{one.item.number}\t{one.item.text}")
     return 0
 
 
@@ -69,17 +82,18 @@ def _scored(api: Api, source: Source, fields: dict[str, Any]) -> list[_Scored]:
         RoseError: at the first text that cannot be scored, with its place.
     """
 
-    def ask(items: Sequence[Item]) -> list[float]:
+    def ask(items: Sequence[Item]) -> tuple[list[float], str | None]:
         try:
             answer = api.post("/v1/rerank", {**fields, "documents": [item.text for item in items]})
         except RoseError as error:
             raise located(error, source, items) from None
-        return _scores(answer, len(items))
+        return _scores(answer, len(items)), answer.get("method")
 
     found: list[_Scored] = []
-    for items, scores in in_order(ask, batches(source.items())):
+    for items, (scores, method) in in_order(ask, batches(source.items())):
         start = len(found)
-        found += [_Scored(score, start + i, item) for i, (item, score) in enumerate(zip(items, scores, strict=True))]
+        pairs = enumerate(zip(items, scores, strict=True), start)
+        found += [_Scored(score, index, item, method) for index, (item, score) in pairs]
     if not found:
         raise InvalidInput(f"{source.name}: there is no text in it")
     return found
@@ -94,6 +108,30 @@ def _scores(answer: Any, items: int) -> list[float]:
         raise InternalError(f"the server's answer is not of the rerank route: {error!r}") from None
 
 
-def _json(rank: int, one: _Scored) -> str:
-    row = {"rank": rank, "index": one.index, "score": one.score, "document": one.item.text}
+def _applies_sigmoid(api: Api, fields: dict[str, Any], found: Sequence[_Scored]) -> bool:
+    """Whether the model's own files put a sigmoid behind its logits.
+
+    An answer with raw scores cannot say so; the shortest text is scored once more. Compared vectors have no logits.
+    """
+    if found[0].method != "cross":
+        return False
+    shortest = min(found, key=lambda one: len(one.item.text))
+    answer = api.post("/v1/rerank", {**fields, "documents": [shortest.item.text]})
+    return bool(answer.get("activation") == "sigmoid")
+
+
+def _shown(best: Sequence[_Scored], through_sigmoid: bool) -> list[float]:
+    raw = [one.raw for one in best]
+    if not through_sigmoid:
+        return raw
+    import numpy as np
+
+    from rose.gateway.scoring import sigmoid
+
+    shown: list[float] = sigmoid(np.array(raw, np.float64)).tolist()
+    return shown
+
+
+def _json(rank: int, one: _Scored, score: float) -> str:
+    row = {"rank": rank, "index": one.index, "score": score, "document": one.item.text}
     return json.dumps(row, ensure_ascii=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -39,11 +40,44 @@ def test_best_first_over_several_requests(api, file, monkeypatch, capsys):
     monkeypatch.setattr(bulk_run, "BATCH_ITEMS", 30)
     assert rerank(api, QUERY, file, "--json") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(api.requests) == 4
+    assert [len(body["documents"]) for body in api.requests] == [30, 30, 30, 10, 1]  # the last for the activation
     assert [row["index"] for row in rows] == best()
     assert [row["rank"] for row in rows] == list(range(1, 101))
     assert all(row["document"] == DOCUMENTS[row["index"]] for row in rows)
     assert all(row["score"] == score_of(QUERY, row["document"]) for row in rows)
+
+
+def steep(query: str, document: str) -> float:
+    """Raw scores of 40 and more, whose sigmoid in float64 is 1.0 for all of them; the best comes last in the file."""
+    return 40.0 + DOCUMENTS.index(document)
+
+
+def test_saturated_scores_are_ordered_by_what_is_before_the_sigmoid(api, file, monkeypatch, capsys):
+    monkeypatch.setattr(bulk_run, "BATCH_ITEMS", 50)
+    api.activation, api.score = "sigmoid", steep
+    assert rerank(api, QUERY, file, "--json") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["index"] for row in rows] == list(range(99, -1, -1))
+    assert {row["score"] for row in rows} == {1.0}
+
+
+def test_scores_are_shown_as_the_model_shows_them(api, file, capsys):
+    api.activation = "sigmoid"
+    assert rerank(api, QUERY, file, "--json") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["index"] for row in rows] == best()
+    expected = [1 / (1 + math.exp(-score_of(QUERY, DOCUMENTS[i]))) for i in best()]
+    assert [row["score"] for row in rows] == pytest.approx(expected, rel=1e-15)
+    assert rerank(api, QUERY, file, "--json", "--raw-scores", "--top", "1") == 0
+    assert json.loads(capsys.readouterr().out)["score"] == score_of(QUERY, DOCUMENTS[best()[0]])
+
+
+def test_equal_scores_stay_in_the_order_of_the_file(api, file, monkeypatch, capsys):
+    monkeypatch.setattr(bulk_run, "BATCH_ITEMS", 30)
+    api.score = lambda query, document: float(DOCUMENTS.index(document) % 2)
+    assert rerank(api, QUERY, file, "--json") == 0
+    found = [json.loads(line)["index"] for line in capsys.readouterr().out.splitlines()]
+    assert found == [*range(1, 100, 2), *range(0, 100, 2)]
 
 
 def test_for_people_it_is_score_line_and_text(api, file, capsys):
@@ -64,7 +98,18 @@ def test_what_is_asked_for_reaches_the_server(api, file):
         "truncate": True,
     }
     assert rerank(api, QUERY, file) == 0
+    assert set(api.requests[-2]) == {"model", "query", "documents", "raw_scores"}
     assert set(api.requests[-1]) == {"model", "query", "documents"}
+
+
+def test_another_server_of_the_api_is_sent_nothing_it_may_not_know(api, file, capsys):
+    api.models = [{"id": "other", "owned_by": "somebody"}]
+    api.answer = lambda path, body: {
+        "results": [{"index": i, "relevance_score": score_of(QUERY, text)} for i, text in enumerate(body["documents"])]
+    }
+    assert rerank(api, QUERY, file, "--json") == 0
+    assert [json.loads(line)["index"] for line in capsys.readouterr().out.splitlines()] == best()
+    assert [set(body) for body in api.requests] == [{"model", "query", "documents"}]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ class ScriptedApi:
         requests: bodies of the POST requests, in order of arrival.
         fault: asked before every POST, with its body.
         gate: a POST waits for it.
+        activation: "sigmoid" or "none", what the model puts behind its raw scores.
+        score: raw score of a query and a document.
     """
 
     def __init__(self) -> None:
@@ -42,6 +45,8 @@ class ScriptedApi:
         self.gate.set()
         self.models = [{"id": "tiny", "owned_by": "rose"}]
         self.url = ""
+        self.activation = "none"
+        self.score: Callable[[str, str], float] = score_of
 
     @property
     def texts(self) -> int:
@@ -49,12 +54,20 @@ class ScriptedApi:
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path == "/v1/rerank":
-            scores = [(score_of(body["query"], text), i) for i, text in enumerate(body["documents"])]
-            results = [{"index": i, "relevance_score": score} for score, i in sorted(scores, reverse=True)]
-            return {"object": "list", "results": results[: body.get("top_n")]}
+            return self._reranked(body)
         data = [self._item(i, text, body) for i, text in enumerate(body["input"])]
         found = {"object": "list", "data": data, "usage": {"prompt_tokens": sum(map(len, body["input"]))}}
         return found | ({"prompt_name": body["prompt_name"]} if body.get("prompt_name") else {})
+
+    def _reranked(self, body: dict[str, Any]) -> dict[str, Any]:
+        raw = [(self.score(body["query"], text), i) for i, text in enumerate(body["documents"])]
+        activation = "none" if body.get("raw_scores") else self.activation
+        results = [
+            {"index": i, "relevance_score": 1 / (1 + math.exp(-score)) if activation == "sigmoid" else score}
+            for score, i in sorted(raw, reverse=True)
+        ]
+        method = body.get("method", "cross")
+        return {"object": "list", "results": results[: body.get("top_n")], "method": method, "activation": activation}
 
     def _item(self, index: int, text: str, body: dict[str, Any]) -> dict[str, Any]:
         names = body.get("outputs", ["dense"])
