@@ -19,11 +19,11 @@ from rose.gateway import scoring
 from rose.gateway.inputs import FIELD
 from rose.gateway.methods import COLBERT, DENSE, SPARSE, Method
 from rose.gateway.outputs import find_output
-from rose.gateway.pairs import distinct
+from rose.gateway.pairs import common_head, distinct
 from rose.gateway.parts import at_item, cut_parts
 from rose.gateway.rank_job import RankJob
 from rose.gateway.scoring import Floats
-from rose.gateway.service import EmbedService, check_tokens, longest
+from rose.gateway.service import EmbedService, check_tokens, longest, or_send
 from rose.gateway.text_bounds import Bounds
 from rose.proto import rose_pb2 as pb
 from rose.proto.convert import IntArray
@@ -70,15 +70,19 @@ async def compare(service: EmbedService, card: pb.ModelCard, job: RankJob, metho
         RoseError: the replicas', with indices counted from the first distinct query, then on through the documents.
     """
     queries, places = distinct(job.queries)
+    prompt = card.prompts.get(job.document_prompt_name or "", "")
     texts = [card.prompts.get(job.query_prompt_name or "", "") + query for query in queries]
-    texts += [card.prompts.get(job.document_prompt_name or "", "") + document for document in job.documents]
-    ids, tokenize_s = await service.encode(
+    texts += [prompt + document for document in job.documents]
+    limit, split = longest(card), job.split_special_tokens is not False
+    head, prompt_s = await _document_head(service, job, prompt)
+    ids, text_s = await service.encode(
         texts,
         job.deadline,
-        split_special_tokens=job.split_special_tokens is not False,
-        bounds=Bounds(longest(card), _longest_document(service, job, longest(card)), len(queries)),
+        split_special_tokens=split,
+        bounds=Bounds(limit, _longest_document(service, job, limit, len(head)), len(queries)),
     )
-    sequences = _fit(service, ids, len(queries), job, longest(card))
+    tokenize_s = prompt_s + text_s
+    sequences = _fit(service, ids, len(queries), job, limit, head, prompted=bool(prompt))
     tokens = sum(map(len, sequences))
     check_tokens(tokens, service.config.max_request_tokens, job.names[1])
     held = _tokens_held(card, method)
@@ -165,27 +169,56 @@ def _tokens_held(card: pb.ModelCard, method: Method) -> int:
     return 0 if output is None else max(1, HELD_NUMBERS // output.dimension)
 
 
-def _fit(service: EmbedService, ids: list[IntArray], queries: int, job: RankJob, limit: int) -> list[IntArray]:
+async def _document_head(service: EmbedService, job: RankJob, prompt: str) -> tuple[IntArray, float]:
+    """What stands before every document: opening special tokens and its prompt; and the seconds that took."""
+    if not prompt or (job.document_tokens is None and not job.truncate):
+        return np.zeros(service.tokenizer.special_tokens - len(service.tokenizer.suffix), dtype=np.int32), 0.0
+    split = job.split_special_tokens is not False
+    (ids,), seconds = await service.encode([prompt], job.deadline, split_special_tokens=split, bounds=Bounds())
+    return ids[: len(ids) - len(service.tokenizer.suffix)], seconds
+
+
+def _fit(
+    service: EmbedService,
+    ids: list[IntArray],
+    queries: int,
+    job: RankJob,
+    limit: int,
+    head: IntArray,
+    *,
+    prompted: bool,
+) -> list[IntArray]:
     """Documents cut where the caller wants that. Raises InvalidInput for texts that are too long or have no token."""
-    most = _longest_document(service, job, limit)
-    if most is not None:
-        ids[queries:] = [service.tokenizer.cut(one, most) for one in ids[queries:]]
+    for place, one in enumerate(ids[queries:], queries):
+        # A document's first token may have taken the prompt's last one in, so each counts from where it differs.
+        before = common_head(head, one) if prompted else len(head)
+        most = _longest_document(service, job, limit, before)
+        if most is None or len(one) <= most:
+            continue
+        used = before + len(service.tokenizer.suffix)
+        if most <= used:
+            raise InvalidInput(
+                f"the prompt {job.document_prompt_name!r} and the special tokens take {used} of the {limit} tokens the "
+                "model takes, which leaves none for a document",
+                param="document_prompt_name",
+            )
+        ids[place] = service.tokenizer.cut(one, most)
     for place, one in enumerate(ids):
         if not len(one):
             raise InvalidInput("the text gives no tokens", param=FIELD, index=place)
         if len(one) > limit:
-            hint = "; the query is never cut" if place < queries else "; shorten it or send truncate=true"
+            hint = "; the query is never cut" if place < queries else f"; shorten it{or_send(job.cut_field)}"
             raise InvalidInput(
                 f"the text has {len(one)} tokens, the limit of the model is {limit}{hint}", param=FIELD, index=place
             )
     return ids
 
 
-def _longest_document(service: EmbedService, job: RankJob, limit: int) -> int | None:
-    """What documents are cut to, special tokens included; None: they are not."""
+def _longest_document(service: EmbedService, job: RankJob, limit: int, head: int) -> int | None:
+    """What documents behind `head` tokens are cut to, special tokens and prompt included; None: they are not."""
     lengths = [limit] if job.truncate else []
     if job.document_tokens is not None:
-        lengths.append(job.document_tokens + service.tokenizer.special_tokens)
+        lengths.append(head + job.document_tokens + len(service.tokenizer.suffix))
     return min(lengths, default=None)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from rose.config.reranker import RerankerConfig
 from rose.errors import InvalidInput
 from rose.gateway.facts import ModelFacts
+from rose.gateway.service import or_send
 from rose.gateway.text_bounds import Bounds
 from rose.gateway.tokenizer import TextTokenizer
 from rose.proto.convert import IntArray
@@ -28,6 +29,7 @@ class Fit:
     Attributes:
         limit: most tokens of a pair, special tokens and template included.
         cut: cut the document instead of refusing the pair.
+        cut_field: how the caller could ask for that, as errors say it; "" where there is no way.
         document_tokens: cut every document to this many tokens first; None: to none.
         names: what the caller calls the query and the document.
         query_index: whether each pair has a query of its own, which errors then number.
@@ -35,6 +37,7 @@ class Fit:
 
     limit: int
     cut: bool = False
+    cut_field: str = ""
     document_tokens: int | None = None
     names: tuple[str, str] = ("query", "documents")
     query_index: bool = False
@@ -60,7 +63,7 @@ class Fit:
         if not self.cut:
             raise InvalidInput(
                 f"the query and this document have {used + len(document)} tokens together, the limit of the model is "
-                f"{self.limit}; shorten the document or send truncate=true",
+                f"{self.limit}; shorten the document{or_send(self.cut_field)}",
                 param=self.names[1],
                 index=index,
             )
@@ -196,14 +199,14 @@ class TemplatePairs:
         around = len(self._prefix) + len(self._suffix)
         sequences = []
         for index, (place, body) in enumerate(zip(places, ids[len(unique) :], strict=True)):
-            head = _common(ids[place], body)
+            head = common_head(ids[place], body)
             used = around + head
             document = fit.cut_document(body[head:], fit.room(used, 1, index), used, index)
             sequences.append(np.concatenate((self._prefix, body[:head], document, self._suffix)))
         return EncodedPairs(sequences, None)
 
 
-def _common(left: IntArray, right: IntArray) -> int:
+def common_head(left: IntArray, right: IntArray) -> int:
     """Length of the common beginning."""
     length = min(len(left), len(right))
     different = np.flatnonzero(left[:length] != right[:length])

@@ -215,6 +215,30 @@ def test_long_texts_to_compare(text_folder):
         assert failed(query="a", documents=["b", ""]) == ("documents", 1)
 
 
+def test_a_cut_document_keeps_its_tokens_whatever_its_prompt_has(text_folder):
+    """`max_tokens_per_doc` counts the document's own tokens: a prompt must not crowd different documents out."""
+    prompts = {"query": "query: ", "passage": "the long prompt of a passage: ", "huge": "salt " * 200, "no": ""}
+    with live_front(text_folder, card_for(text_folder, prompts=prompts)) as live:
+        tokenizer = Tokenizer.from_file(str(text_folder / "tokenizer.json"))
+        documents = ["salt river sea", "river salt sea", "sea"]
+        whole = ids_of(tokenizer, *(prompts["passage"] + one for one in documents))
+        opening = len(ids_of(tokenizer, prompts["passage"])[0]) - 1
+        for most in (1, 2, 50):
+            answer = rerank(live, documents, max_tokens_per_doc=most)
+            sent = [ids.tolist() for ids in tokens_from_proto(live.engines[0].seen[-1].tokens)][1:]
+            assert sent == [
+                ids if len(ids) <= opening + most + 1 else [*ids[: opening + most], ids[-1]] for ids in whole
+            ]
+            assert len(set(scores(answer))) == 3
+        rerank(live, documents, max_tokens_per_doc=2, document_prompt_name="no")
+        assert list(live.engines[0].seen[-1].tokens.lengths)[1:] == [4, 4, 3]
+        for fields in ({"truncate": True}, {"truncate": True, "max_tokens_per_doc": 3}):
+            body = {"query": "a", "documents": ["salt"], "document_prompt_name": "huge"} | fields
+            response = live.client.post("/v1/rerank", json=body)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "document_prompt_name")
+            assert "leaves none for a document" in response.json()["error"]["message"]
+
+
 def test_each_distinct_query_is_embedded_once(live):
     body = {"text_1": ["salt", "river", "salt"], "text_2": ["a", "b", "c"], "method": "dense"}
     assert live.client.post("/v1/score", json=body).status_code == 200
