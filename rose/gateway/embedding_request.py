@@ -19,6 +19,7 @@ from rose.gateway.service import EmbedJob
 from rose.proto import rose_pb2 as pb
 
 PRIORITIES: dict[str | None, pb.Priority.ValueType] = {None: pb.ONLINE, "online": pb.ONLINE, "bulk": pb.BULK}
+CUT_FIELD = "truncate=true"
 decoder = msgspec.json.Decoder(EmbeddingRequest)
 
 
@@ -70,6 +71,7 @@ def make_plan(
         prompt_name=request.prompt_name,
         prompt=request.prompt,
         cut_to=cut_to,
+        cut_field=CUT_FIELD,
         split_special_tokens=bool(request.split_special_tokens),
         split_long_inputs=split,
         priority=PRIORITIES[request.priority],

@@ -30,6 +30,7 @@ class RankJob:
         method, weights, label: see methods.py.
         instruction: for models with a template; None for their own.
         truncate: cut documents that are too long.
+        cut_field: how the caller could ask for that, as errors say it; "" where there is no way.
         document_tokens: cut every document to this many tokens first.
         split_special_tokens: take control tokens written in a text apart; None: yes.
         query_prompt_name, document_prompt_name: of the card, for compared texts; None: the model's own choice.
@@ -45,6 +46,7 @@ class RankJob:
     label: str | int | None = None
     instruction: str | None = None
     truncate: bool = False
+    cut_field: str = ""
     document_tokens: int | None = None
     split_special_tokens: bool | None = None
     query_prompt_name: str | None = None

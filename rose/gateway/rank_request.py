@@ -64,6 +64,7 @@ def _job(
         label=request.label,
         instruction=request.instruction,
         truncate=bool(request.truncate),
+        cut_field="truncate=true",
         document_tokens=None if most is None else min(most, 1 << 30),
         split_special_tokens=request.split_special_tokens,
         query_prompt_name=request.query_prompt_name,

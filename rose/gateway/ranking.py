@@ -53,6 +53,7 @@ class RankService:
         fit = Fit(
             limit=longest(card),
             cut=job.truncate,
+            cut_field=job.cut_field,
             document_tokens=job.document_tokens,
             names=job.names,
             query_index=job.query_index,

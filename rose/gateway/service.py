@@ -40,6 +40,7 @@ class EmbedJob:
         token_types: beside token ids, or None for all zero.
         spans: beside token ids, [n, 2] each, or None: parts that are pooled each by itself.
         cut_to: cut longer inputs to this many tokens, -1 for the model's limit; None refuses them.
+        cut_field: how the caller could ask for longer inputs to be cut, as errors say it; "" where there is no way.
         split_long_inputs: embed longer inputs in pieces and average them; see pieces.py.
         deadline: loop.time() after which nobody wants the answer.
     """
@@ -52,6 +53,7 @@ class EmbedJob:
     token_types: Sequence[IntArray] | None = None
     spans: Sequence[IntArray] | None = None
     cut_to: int | None = None
+    cut_field: str = ""
     split_special_tokens: bool = False
     split_long_inputs: bool = False
     priority: pb.Priority.ValueType = pb.ONLINE
@@ -183,7 +185,7 @@ class EmbedService:
             if len(sequence) > limit:
                 raise InvalidInput(
                     f"the input has {len(sequence)} tokens, the limit of the model is {limit}; "
-                    "shorten it or send truncate=true",
+                    f"shorten it{or_send(job.cut_field)}",
                     param=FIELD,
                     index=index,
                 )
@@ -227,6 +229,11 @@ def check_cut(cut_to: int | None, limit: int, special_tokens: int) -> int | None
             param="truncate_prompt_tokens",
         )
     return cut_to
+
+
+def or_send(field: str) -> str:
+    """The end of an advice."""
+    return f" or send {field}" if field else ""
 
 
 def check_tokens(tokens: int, limit: int, param: str) -> None:

@@ -205,7 +205,8 @@ def test_deadlines_reach_the_engine_and_cancel_there(text_folder):
     with live_front(text_folder, card_for(text_folder)) as live, channel_to(live) as channel:
         stub, (engine,) = rose_pb2_grpc.RoseStub(channel), live.engines
         stub.Embed(pb.EmbedRequest(tokens=tokens([5])), timeout=60.0)
-        assert 30_000 < engine.deadlines[-1] <= 60_000
+        # gRPC sends timeouts of 10 to 100 s in tenths of a second, rounded up (chttp2/transport/timeout_encoding.cc).
+        assert 30_000 < engine.deadlines[-1] <= 60_100
         stub.Embed(pb.EmbedRequest(tokens=tokens([5])))
         assert engine.deadlines[-1] == pytest.approx(300_000, abs=30_000)
         engine.backwards = 1000
@@ -277,3 +278,18 @@ def test_reflection_names_the_services_and_their_schema(channel):
     names = {service.name for service in listed.list_services_response.service}
     assert {"rose.v1.Rose", "grpc.health.v1.Health"} <= names
     assert schema.file_descriptor_response.file_descriptor_proto == [pb.DESCRIPTOR.serialized_pb]
+
+
+def test_an_input_that_is_too_long_is_not_told_of_a_field_that_grpc_lacks(shared):
+    with channel_to(shared) as channel:
+        stub = rose_pb2_grpc.RoseStub(channel)
+        long = "salt " * 300
+        for call in (
+            lambda: stub.Embed(pb.EmbedRequest(texts=pb.Texts(items=[long]))),
+            lambda: stub.Rerank(pb.RerankRequest(query="salt", documents=[long])),
+        ):
+            with pytest.raises(grpc.RpcError) as refused:
+                call()
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert refused.value.details().endswith("; shorten it")
+    assert shared.embed(long).json()["error"]["message"].endswith("; shorten it or send truncate=true")
