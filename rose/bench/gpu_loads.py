@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import tempfile
 import time
 import traceback
 import uuid
@@ -55,9 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warm-up", action="store_true", help="let the server capture its usual graphs at start")
     parser.add_argument("--seconds", type=float, default=60.0, help="most seconds a load may take")
     parser.add_argument("--url", help="compare another OpenAI-compatible server: its address up to /embeddings")
-    parser.add_argument(
-        "--folders", type=Path, default=Path("/tmp/rose-shapes"), help="where made checkpoints are kept"
-    )
+    made = Path(tempfile.gettempdir()) / "rose-shapes"
+    parser.add_argument("--folders", type=Path, default=made, help="where made checkpoints are kept")
     parser.add_argument("--commit", help="what is measured, where the machine has no checkout to ask")
     parser.add_argument("--out", type=Path, help="JSONL file of rows; a new run replaces the old rows of its loads")
 
