@@ -65,14 +65,13 @@ def _embed(options: argparse.Namespace) -> int:
         advance = stack.enter_context(text_bar(source.count()))
         try:
             prompt = embed_all(source, embed_with(api, source, fields), form_for(form), partial, advance)
+            partial.publish(form_for(form).finish(partial.path, partial.done.rows))
         except BaseException:
-            if partial.done.rows:
+            if partial.done.rows and not partial.published:
                 print(
                     f"rose: done so far: {_texts(partial.done.rows)}; the same command goes on there", file=sys.stderr
                 )
             raise
-        form_for(form).finish(partial.path, partial.done.rows)
-        partial.publish()
     seconds = time.monotonic() - started
     rows, tokens = partial.done.rows - before.rows, partial.done.tokens - before.tokens
     earlier = f" ({before.rows} of an earlier run before them)" if before.rows else ""

@@ -216,6 +216,51 @@ def interrupting(rows: int):
     return bar
 
 
+@pytest.mark.parametrize("form", ["npy", "jsonl", "parquet"])
+@pytest.mark.parametrize("step", ["finish", "fsync", "replace", "unlink"])
+def test_a_run_that_is_stopped_while_it_finishes_loses_nothing(api, texts, tmp_path, monkeypatch, capsys, form, step):
+    """All rows are there: the same command asks for none of them again, wherever before the rename it was stopped."""
+    whole, out = tmp_path / f"whole.{form}", tmp_path / f"v.{form}"
+    assert embed(api, texts, "-o", whole) == 0
+    with monkeypatch.context() as patch:
+        stop_at(patch, step, form, out)
+        assert embed(api, texts, "-o", out) == 130
+    assert out.exists() == (step == "unlink")
+    assert ("done so far: 300 texts" in capsys.readouterr().err) == (step != "unlink")
+    if step == "unlink":  # published: what is left of the run stands in nobody's way
+        assert out.read_bytes() == whole.read_bytes()
+        assert embed(api, texts, "-o", out, "--overwrite") == 0
+    else:
+        assert not asked_again(api, TEXTS, lambda: embed(api, texts, "-o", out))
+    assert out.read_bytes() == whole.read_bytes()
+    assert left_behind(tmp_path) == []
+
+
+def stop_at(patch, step: str, form: str, out: Path) -> None:
+    """KeyboardInterrupt half way through a form's last touch, or at a system call of the publishing."""
+    from rose.cli.bulk import forms, resume
+
+    def interrupt(*arguments, **named):
+        raise KeyboardInterrupt
+
+    kind = {"npy": forms.Npy, "jsonl": forms.JsonLines, "parquet": forms.Parquet}[form]
+    if step == "finish":
+        finish = kind.finish
+        patch.setattr(kind, "finish", lambda self, path, rows: (finish(self, path, rows), interrupt())[0])
+    elif step == "fsync":
+        patch.setattr(resume.os, "fsync", interrupt)
+    else:
+        original = getattr(Path, step)
+        last = out if step == "replace" else out.with_name(f"{out.name}.partial.json")
+
+        def stopping(self, *arguments, **named):
+            if last in (self, *arguments):
+                raise KeyboardInterrupt
+            return original(self, *arguments, **named)
+
+        patch.setattr(Path, step, stopping)
+
+
 def test_a_killed_process_loses_nothing_that_was_recorded(api, texts, tmp_path):
     out = tmp_path / "v.jsonl"
     api.fault = lambda body: (time.sleep(0.1), None)[1]

@@ -1,6 +1,8 @@
 """How rows are written: JSON lines, a .npy array, a Parquet file. Each can be appended to and cut off at any row.
 
-    start -> bytes before the first row; rows -> bytes of some; finish -> the file as it is meant to be
+    start -> bytes before the first row; rows -> bytes of some; finish -> a file as it is meant to be
+
+What `finish` leaves behind at the path of the rows can be gone on with and finished again, wherever it was stopped.
 
 Parquet has its index at the end and cannot be appended to, so its rows are kept as an Arrow stream meanwhile. Knows
 formats; knows neither where the bytes lie nor how far the work has come.
@@ -35,8 +37,8 @@ class Form(Protocol):
         """The rows of one answer, of which the first has index `first`."""
         ...
 
-    def finish(self, path: Path, rows: int) -> None:
-        """Make the file at `path`, written so far, what it is meant to be."""
+    def finish(self, path: Path, rows: int) -> Path:
+        """The file as it is meant to be, out of the rows at `path`: that path itself, or one beside it."""
         ...
 
 
@@ -61,8 +63,8 @@ class JsonLines:
             lines.append(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
         return "".join(lines).encode()
 
-    def finish(self, path: Path, rows: int) -> None:
-        pass
+    def finish(self, path: Path, rows: int) -> Path:
+        return path
 
 
 class Npy:
@@ -76,7 +78,7 @@ class Npy:
     def rows(self, first: int, items: Sequence[Item], answer: Answer) -> bytes:
         return np.stack([np.asarray(cell) for cell in answer.columns[EMBEDDING]]).tobytes()
 
-    def finish(self, path: Path, rows: int) -> None:
+    def finish(self, path: Path, rows: int) -> Path:
         """Put the number of rows, which nobody knew before, into the header."""
         with path.open("r+b") as file:
             version = np.lib.format.read_magic(file)
@@ -87,6 +89,7 @@ class Npy:
             assert len(header) == end, "numpy leaves room for the first axis to grow"
             file.seek(0)
             file.write(header)
+        return path
 
 
 class Parquet:
@@ -98,7 +101,7 @@ class Parquet:
     def rows(self, first: int, items: Sequence[Item], answer: Answer) -> bytes:
         return bytes(self._batch(first, items, answer).serialize())
 
-    def finish(self, path: Path, rows: int) -> None:
+    def finish(self, path: Path, rows: int) -> Path:
         import pyarrow as pa
         from pyarrow import parquet
 
@@ -106,7 +109,7 @@ class Parquet:
         with pa.ipc.open_stream(path) as stream, parquet.ParquetWriter(made, stream.schema) as writer:
             for batch in stream:
                 writer.write_batch(batch)
-        made.replace(path)
+        return made
 
     def _batch(self, first: int, items: Sequence[Item], answer: Answer) -> Any:
         import pyarrow as pa

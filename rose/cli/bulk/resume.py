@@ -66,6 +66,7 @@ class Partial:
         self.path = out.with_name(f"{out.name}.partial")
         self._record = out.with_name(f"{out.name}.partial.json")
         self._settings = dict(settings)
+        self.published = False
         self._file = self._locked()
         try:
             self.done = Done() if restart else self._earlier()
@@ -85,11 +86,18 @@ class Partial:
         temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(self._record)
 
-    def publish(self) -> None:
-        """Rename the finished file to its place, once its bytes are on the disk."""
-        with self.path.open("rb") as written:
+    def publish(self, made: Path) -> None:
+        """Rename a finished file to its place, once its bytes are on the disk; only then are rows and record let go.
+
+        Args:
+            made: the rows' own file, or one that was made out of it.
+        """
+        with made.open("rb") as written:
             os.fsync(written.fileno())
-        self.path.replace(self._out)
+        made.replace(self._out)
+        self.published = True
+        _sync_folder(self._out.parent)
+        self.path.unlink(missing_ok=True)
         self._record.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -121,6 +129,8 @@ class Partial:
             return Done()
         except (ValueError, KeyError, TypeError):
             raise InvalidInput(f"{self._record} cannot be read; --restart begins anew") from None
+        if self.path.stat().st_size == 0 and self._out.exists():
+            return Done()  # stopped between its file's last rename and the end of its record
         changed = [name for name in self._settings if settings.get(name) != self._settings[name]]
         if changed:
             name = changed[0]
@@ -131,6 +141,15 @@ class Partial:
         if self.path.stat().st_size < done.size:
             raise InvalidInput(f"{self.path} is shorter than {self._record} says; --restart begins anew")
         return done
+
+
+def _sync_folder(folder: Path) -> None:
+    """So that the rename outlives a power cut before what it stands for is removed."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 _FIELDS = ("rows", "size", "digest", "tokens")
