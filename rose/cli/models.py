@@ -13,7 +13,7 @@ from rose.cli.shared import Commands, add_command, add_model, add_reading, readi
 
 if TYPE_CHECKING:
     from rose.config import ModelFolder
-    from rose.proto.rose_pb2 import ModelCard
+    from rose.proto.rose_pb2 import ModelCard, OutputCard
 
 
 def add_pull(commands: Commands) -> None:
@@ -68,12 +68,15 @@ def _info(options: argparse.Namespace) -> int:
 
 
 def _print_facts(facts: list[tuple[str, object]]) -> None:
+    width = max(13, *(len(name) for name, _ in facts))
     for name, value in facts:
-        print(f"{name:<13} {value}")
+        print(f"{name:<{width}} {value}")
 
 
 def _folder_facts(folder: ModelFolder) -> list[tuple[str, object]]:
-    shape, pooling = folder.architecture, folder.pooling
+    from rose.config.reranker_facts import reranker_facts
+
+    shape = folder.architecture
     attention = "causal" if shape.causal else "bidirectional"
     heads = f"{shape.num_heads} query and {shape.num_kv_heads} key/value heads of {shape.head_dim}"
     return [
@@ -82,33 +85,44 @@ def _folder_facts(folder: ModelFolder) -> list[tuple[str, object]]:
         ("attention", f"{attention} ({shape.causal_source})"),
         ("vocabulary", shape.vocab_size),
         ("max tokens", folder.max_tokens),
+        *(reranker_facts(folder.reranker) if folder.reranker else _embedder_facts(folder)),
+        ("stored dtype", shape.dtype),
+        ("tokenizer", f"sha256 {folder.tokenizer_sha256}" if folder.tokenizer_sha256 else "none"),
+    ]
+
+
+def _embedder_facts(folder: ModelFolder) -> list[tuple[str, object]]:
+    pooling = folder.pooling
+    return [
         ("pooling", f"{' + '.join(pooling.modes)} ({pooling.source})" if pooling else "not stated"),
         *(("dense", f"{d.in_features} to {d.out_features}, {d.activation or 'linear'}") for d in folder.dense),
         ("normalised", "yes" if folder.normalize else "no"),
         ("dimensions", folder.dimension),
         ("similarity", folder.similarity or "not stated"),
         *(("prompt", f"{name}: {text!r}") for name, text in folder.prompts.items()),
-        ("stored dtype", shape.dtype),
-        ("tokenizer", f"sha256 {folder.tokenizer_sha256}" if folder.tokenizer_sha256 else "none"),
     ]
 
 
 def _card_facts(card: ModelCard) -> list[tuple[str, object]]:
-    outputs = [
-        f"{output.name}: {output.dimension} dimensions{' a token' if output.per_token else ''}"
-        + (f", cannot be had: {output.unavailable}" if output.unavailable else "")
-        for output in card.outputs
-    ]
+    scores = any(output.kind == "score" for output in card.outputs)
     queue = f"{card.max_queued_tokens} tokens; one request: {card.max_request_items} items"
     return [
         ("model", f"{card.model}, {card.architecture}"),
         ("runs", f"{card.dtype} on {card.device}, attention {card.backend}, rose {card.version}"),
         ("attention", "causal" if card.causal else "bidirectional"),
-        ("pooling", card.pooling or "none"),
-        *(("output", output) for output in outputs),
+        *(() if scores else (("pooling", card.pooling or "none"),)),
+        *(("output", _output(output)) for output in card.outputs),
         ("max tokens", card.max_tokens),
         ("batch", f"{card.max_batch_tokens} tokens at most"),
         ("queue", queue),
-        *(("prompt", f"{name}: {text!r}") for name, text in sorted(card.prompts.items())),
+        *(() if scores else (("prompt", f"{name}: {text!r}") for name, text in sorted(card.prompts.items()))),
         ("tokenizer", f"sha256 {card.tokenizer_sha256.hex()}" if card.tokenizer_sha256 else "none"),
     ]
+
+
+def _output(output: OutputCard) -> str:
+    if output.kind == "score":
+        shape = f"a score of each of {output.dimension} labels: {', '.join(output.labels) or 'without names'}"
+    else:
+        shape = f"{output.dimension} dimensions{' a token' if output.per_token else ''}"
+    return f"{output.name}: {shape}" + (f", cannot be had: {output.unavailable}" if output.unavailable else "")

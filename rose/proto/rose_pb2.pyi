@@ -293,6 +293,7 @@ class OutputCard(google.protobuf.message.Message):
     UNAVAILABLE_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
     SKIP_TOKENS_FIELD_NUMBER: builtins.int
+    LABELS_FIELD_NUMBER: builtins.int
     name: builtins.str
     dtype: Global___DType.ValueType
     dimension: builtins.int
@@ -304,6 +305,10 @@ class OutputCard(google.protobuf.message.Message):
     """"vector", "weights" (lexical, one a token) or "score" (raw logits, one a label)"""
     skip_tokens: builtins.int
     """per_token: leading tokens of a sequence that have no row in the answer"""
+    @property
+    def labels(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """kind "score": names of its columns, as far as the checkpoint has them"""
+
     def __init__(
         self,
         *,
@@ -315,8 +320,9 @@ class OutputCard(google.protobuf.message.Message):
         unavailable: builtins.str = ...,
         kind: builtins.str = ...,
         skip_tokens: builtins.int = ...,
+        labels: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dimension", b"dimension", "dtype", b"dtype", "kind", b"kind", "name", b"name", "normalized", b"normalized", "per_token", b"per_token", "skip_tokens", b"skip_tokens", "unavailable", b"unavailable"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dimension", b"dimension", "dtype", b"dtype", "kind", b"kind", "labels", b"labels", "name", b"name", "normalized", b"normalized", "per_token", b"per_token", "skip_tokens", b"skip_tokens", "unavailable", b"unavailable"]) -> None: ...
 
 Global___OutputCard: typing_extensions.TypeAlias = OutputCard
 

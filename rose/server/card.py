@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import rose
 from rose.config import EngineConfig, ModelFolder, ServerConfig
+from rose.config.reranker_facts import reranker_facts
 from rose.errors import StartupError
 from rose.models.base import OutputSpec, ServedModel
 from rose.proto import rose_pb2 as pb
@@ -71,6 +72,7 @@ def output_cards(outputs: Mapping[str, OutputSpec]) -> list[pb.OutputCard]:
             unavailable=spec.unavailable or "",
             kind=spec.kind,
             skip_tokens=spec.skip_tokens,
+            labels=spec.labels,
         )
         for name, spec in outputs.items()
     ]
@@ -112,17 +114,12 @@ def request_limits(
 def table(card: pb.ModelCard, folder: ModelFolder, engine: EngineConfig, address: str) -> str:
     """What is served, one line a fact, with the source of what could be doubted."""
     architecture = folder.architecture
-    pooling = folder.pooling
-    prompts = [f"{name}={text!r}" for name, text in sorted(folder.prompts.items())]
     rows = [
         ("model", f"{card.model}, {card.architecture}, from {folder.path}"),
         ("address", address),
         ("outputs", ", ".join(_describe(output) for output in card.outputs)),
-        ("pooling", f"{card.pooling} ({pooling.source})" if pooling else "none"),
-        ("normalised", "yes" if folder.normalize else "no"),
+        *(reranker_facts(folder.reranker) if folder.reranker else _embedder_facts(card, folder)),
         ("attention", f"{'causal' if card.causal else 'bidirectional'} ({architecture.causal_source}); {card.backend}"),
-        ("prompts", "; ".join(prompts) or "none"),
-        ("default prompt", card.default_prompt_name or "none"),
         ("runs in", f"{card.dtype} on {card.device}"),
         ("limits", f"{card.max_tokens} tokens an item, {card.max_request_items} items a request"),
         (
@@ -133,6 +130,16 @@ def table(card: pb.ModelCard, folder: ModelFolder, engine: EngineConfig, address
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def _embedder_facts(card: pb.ModelCard, folder: ModelFolder) -> list[tuple[str, str]]:
+    prompts = [f"{name}={text!r}" for name, text in sorted(folder.prompts.items())]
+    return [
+        ("pooling", f"{card.pooling} ({folder.pooling.source})" if folder.pooling else "none"),
+        ("normalised", "yes" if folder.normalize else "no"),
+        ("prompts", "; ".join(prompts) or "none"),
+        ("default prompt", card.default_prompt_name or "none"),
+    ]
 
 
 def _describe(output: pb.OutputCard) -> str:
