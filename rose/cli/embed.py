@@ -59,7 +59,7 @@ def _embed(options: argparse.Namespace) -> int:
         if options.output is None:
             return _to_standard_output(api, source, fields, form)
         settings = {"form": form, "id_field": options.id_field, **{name: fields.get(name) for name in _DECIDE}}
-        partial = Partial(options.output, settings, restart=options.restart)
+        partial = Partial(options.output, settings, restart=options.restart, overwrite=options.overwrite)
         stack.callback(partial.close)
         before = partial.done
         advance = stack.enter_context(text_bar(source.count()))

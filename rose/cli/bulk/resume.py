@@ -56,12 +56,15 @@ class Partial:
     Args:
         settings: whatever decides what a row holds; a run with others does not go on with this one's rows.
         restart: forget an earlier run.
+        overwrite: replace an output that is there already.
 
     Raises:
-        InvalidInput: another run is writing it, or an earlier run had other settings.
+        InvalidInput: another run is writing it or has written it, or an earlier run had other settings.
     """
 
-    def __init__(self, out: Path, settings: Mapping[str, Any], *, restart: bool = False) -> None:
+    def __init__(
+        self, out: Path, settings: Mapping[str, Any], *, restart: bool = False, overwrite: bool = False
+    ) -> None:
         self._out = out
         self.path = out.with_name(f"{out.name}.partial")
         self._record = out.with_name(f"{out.name}.partial.json")
@@ -69,6 +72,12 @@ class Partial:
         self.published = False
         self._file = self._locked()
         try:
+            if not overwrite and out.exists():  # another run may have written it since the command began
+                if self.path.stat().st_size == 0:
+                    self.path.unlink()
+                raise InvalidInput(f"{out} is there already; --overwrite replaces it")
+            if restart:
+                self._record.unlink(missing_ok=True)  # first: a record must never count rows that are gone
             self.done = Done() if restart else self._earlier()
             self._file.truncate(self.done.size)
             self._file.seek(self.done.size)
@@ -108,17 +117,27 @@ class Partial:
         self._file.close()
 
     def _locked(self) -> BinaryIO:
+        """The rows' file, held by this run alone.
+
+        Between opening and locking, the run that held it may have published it: then the lock is one on that run's
+        output, which is nobody's to write, and the path is opened anew.
+        """
+        while True:
+            file = self._opened()
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                raise InvalidInput(f"another run is writing {self._out}") from None
+            if _is_at(file, self.path):
+                return file
+            file.close()
+
+    def _opened(self) -> BinaryIO:
         try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            return os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         except OSError as error:
             raise InvalidInput(f"cannot write {self.path}: {error.strerror}") from None
-        file = os.fdopen(descriptor, "r+b")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise InvalidInput(f"another run is writing {self._out}") from None
-        return file
 
     def _earlier(self) -> Done:
         try:
@@ -141,6 +160,13 @@ class Partial:
         if self.path.stat().st_size < done.size:
             raise InvalidInput(f"{self.path} is shorter than {self._record} says; --restart begins anew")
         return done
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _sync_folder(folder: Path) -> None:
