@@ -67,7 +67,7 @@ class GatewayConfig:
             elsewhere. Far above any batch, since busy is healthy.
         host, http_port, grpc_port: where to listen; port 0 picks a free one, None leaves that carrier out.
         max_body_bytes: largest HTTP body or gRPC message, in bytes.
-        max_held_bytes: most bytes of HTTP bodies held at a time, over all requests; beyond it they are answered 429.
+        max_held_bytes: most bytes of bodies and messages held at a time, over all requests; beyond it they are answered 429.
             0: eight of the largest.
         max_items: most inputs of one request, or documents or pairs.
         max_request_tokens: most tokens of one request, over all its inputs.

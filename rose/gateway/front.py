@@ -42,6 +42,7 @@ class Front:
     metrics: Metrics
     pool: ReplicaPool
     pages: Pages
+    bodies: BodyBudget
 
 
 @asynccontextmanager
@@ -85,8 +86,9 @@ async def make_front(
                 ready=lambda: float(pages.readiness().ready),
             )
             contextual = ContextualService(service, facts)
-            http = http_front(service, rank, contextual, pages, lifecycle, metrics)
-            yield Front(http, service, rank, lifecycle, metrics, pool, pages)
+            bodies = BodyBudget(config.max_held_bytes or HELD_BODIES * config.max_body_bytes)
+            http = http_front(service, rank, contextual, pages, lifecycle, metrics, bodies)
+            yield Front(http, service, rank, lifecycle, metrics, pool, pages, bodies)
     finally:
         tokenizer.close()
 
@@ -98,6 +100,7 @@ def http_front(
     pages: Pages,
     lifecycle: Lifecycle,
     metrics: Metrics,
+    bodies: BodyBudget,
 ) -> HttpFront:
     embeddings = EmbeddingsRoute(service, metrics)
     rerank, score = RerankRoute(rank, metrics), ScoreRoute(rank, metrics)
@@ -122,7 +125,7 @@ def http_front(
             "/docs": pages.docs,
         },
         max_body_bytes=service.config.max_body_bytes,
-        bodies=BodyBudget(service.config.max_held_bytes or HELD_BODIES * service.config.max_body_bytes),
+        bodies=bodies,
         lifecycle=lifecycle,
         metrics=metrics,
     )

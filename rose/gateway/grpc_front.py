@@ -17,16 +17,20 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rose.errors import DeadlineExceeded, InternalError, InvalidInput, PayloadTooLarge, RoseError
+from rose.errors import DeadlineExceeded, InternalError, InvalidInput, PayloadTooLarge, RoseError, from_kind
 from rose.gateway import grpc_calls
+from rose.gateway.body_budget import Held
 from rose.gateway.front import Front
 from rose.gateway.grpc_calls import Answered
+from rose.gateway.inputs import shorten
 from rose.proto import rose_pb2 as pb
 from rose.proto.convert import error_to_proto
 
 log = logging.getLogger("rose.gateway")
 SERVICE = pb.DESCRIPTOR.services_by_name["Rose"].full_name
 ERROR_KEY = "rose-error-bin"
+# Both copies of a message have to fit into the 8 KiB of metadata that clients accept, at up to 12 bytes a character.
+MESSAGE_CHARS = 500
 # How often readiness is looked at for the health service; draining is told at once.
 HEALTH_S = 0.2
 # What a call may still need to get its bytes out once nothing is in flight.
@@ -105,9 +109,12 @@ class GrpcFront:
             started = time.perf_counter()
             status = "CANCELLED"
             taken = False
+            held = Held(front.bodies)
             try:
                 front.lifecycle.begin()
                 taken = True
+                if not held.add(len(raw)):
+                    raise held.refusal()
                 answer = await method(raw, context)
                 status = "OK"
             except asyncio.CancelledError:
@@ -121,6 +128,7 @@ class GrpcFront:
                 status = InternalError.grpc_status
                 await _abort(context, InternalError("an internal error; the server's log has its cause"))
             finally:
+                held.release()
                 if taken:
                     front.lifecycle.end()
                 front.metrics.finished("grpc", name, status, time.perf_counter() - started)
@@ -168,10 +176,12 @@ def _deadline(context: grpc.aio.ServicerContext, default_s: float) -> float:
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: RoseError) -> None:
+    message = shorten(error.message, MESSAGE_CHARS)
+    whole = from_kind(error.kind, message, param=error.param, index=error.index, retry_after_s=error.retry_after_s)
     await context.abort(
         getattr(grpc.StatusCode, error.grpc_status),
-        error.message,
-        ((ERROR_KEY, error_to_proto(error).SerializeToString()),),
+        message,
+        ((ERROR_KEY, error_to_proto(whole).SerializeToString()),),
     )
 
 

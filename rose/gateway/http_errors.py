@@ -11,6 +11,7 @@ import msgspec
 
 from rose.errors import RoseError
 from rose.gateway.asgi import Headers, Reply
+from rose.gateway.inputs import shorten
 from rose.gateway.schemas import ErrorDetail, ErrorResponse
 
 _encode = msgspec.json.Encoder().encode
@@ -26,8 +27,7 @@ def error_type(status: int) -> str:
 
 
 def reply(status: int, code: str, message: str, *, param: str | None = None, index: int | None = None) -> Reply:
-    if len(message) > MESSAGE_CHARS:  # it quotes the caller, who may have sent megabytes
-        message = f"{message[:MESSAGE_CHARS]}... ({len(message)} characters)"
+    message = shorten(message, MESSAGE_CHARS)
     detail = ErrorDetail(message=message, type=error_type(status), param=param, code=code, index=index)
     return Reply(status, _encode(ErrorResponse(detail)))
 

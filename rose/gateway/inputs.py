@@ -122,6 +122,11 @@ def show(number: int) -> str:
     return str(number) if number.bit_length() <= 128 else f"an integer of {number.bit_length()} bits"
 
 
+def shorten(message: str, most: int) -> str:
+    """A message of at most about `most` characters: it may quote a caller who has sent megabytes."""
+    return message if len(message) <= most else f"{message[:most]}... ({len(message)} characters)"
+
+
 def show_bytes(raw: bytes) -> str:
     """A header from outside, in quotes."""
     text = raw[: SHOWN_CHARS + 1].decode("latin-1")

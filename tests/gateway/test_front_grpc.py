@@ -293,3 +293,41 @@ def test_an_input_that_is_too_long_is_not_told_of_a_field_that_grpc_lacks(shared
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert refused.value.details().endswith("; shorten it")
     assert shared.embed(long).json()["error"]["message"].endswith("; shorten it or send truncate=true")
+
+
+def test_a_message_that_quotes_megabytes_fits_into_metadata(shared):
+    with channel_to(shared) as channel:
+        stub = rose_pb2_grpc.RoseStub(channel)
+        for name in ("m" * 1_000_000, "\u732b" * 300_000):
+            with pytest.raises(grpc.RpcError) as refused:
+                stub.Embed(pb.EmbedRequest(model=name, tokens=tokens([5])))
+            assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+            assert refused.value.details().startswith(f"the model '{name[:50]}")
+            assert len(refused.value.details()) < 600
+
+
+def test_messages_share_the_room_for_bodies(text_folder):
+    size = 100_000
+    with (
+        live_front(text_folder, card_for(text_folder), max_body_bytes=size, max_held_bytes=size) as live,
+        channel_to(live) as channel,
+    ):
+        stub, (engine,) = rose_pb2_grpc.RoseStub(channel), live.engines
+        engine.backwards = 1000
+        large = pb.EmbedRequest(tokens=tokens([5]), model="embedder", prompt_name="")
+        padded = pb.EmbedRequest.FromString(large.SerializeToString() + b"\xfa\x7f" + _varint(70_000) + b"x" * 70_000)
+        first = stub.Embed.future(padded)
+        wait_for(lambda: len(engine.seen) == 1)
+        assert live.front.bodies.used > 70_000
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Embed(padded)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "the limit is 100000 bytes for all" in refused.value.details()
+        engine.backwards = 1
+        engine.release()
+        assert first.result(10).prompt_tokens == 1
+        wait_for(lambda: live.front.bodies.used == 0)
+
+
+def _varint(number):
+    return bytes([number & 0x7F | 0x80, number >> 7 & 0x7F | 0x80, number >> 14])
