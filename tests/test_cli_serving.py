@@ -37,8 +37,12 @@ def served(monkeypatch):
 def test_the_front_gets_its_options(served, tmp_path):
     options = ["--host", "0.0.0.0", "--http", "81", "--grpc", "82", "--timeout", "7.5", "--strict-dimensions"]
     options += ["--drain-seconds", "3", "--max-items", "9", "--max-body-bytes", "1000"]
+    options += ["--max-request-tokens", "77", "--max-held-bytes", "2000", "--tokenizer-threads", "5"]
+    options += ["--replica-silence-seconds", "1.5"]
     assert cli.main(["serve", str(tmp_path), *options]) == 0
     folder, config, _ = served[0]
+    assert (config.max_request_tokens, config.max_held_bytes, config.tokenizer_threads) == (77, 2000, 5)
+    assert config.replica_silence_seconds == 1.5
     assert folder == tmp_path
     assert (config.host, config.http_port, config.grpc_port) == ("0.0.0.0", 81, 82)
     assert (config.drain_seconds, config.max_items, config.max_body_bytes) == (3.0, 9, 1000)
@@ -128,7 +132,7 @@ READING = ["--pooling", "cls", "--causal", "--task", "rerank", "--rerank-templat
 def test_the_folder_is_read_alike_by_whoever_reads_it(command, target, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(target, lambda *_, reading=None, **given: seen.append(reading or given) or 0)
-    monkeypatch.setattr("rose.cli.models._folder_facts", lambda folder: [])
+    monkeypatch.setattr("rose.cli.models._folder_facts", lambda folder: [("folder", folder)])
     assert cli.main([command[0], str(tmp_path), *command[1:], *READING]) == 0
     assert seen == [{"pooling": "cls", "causal": True, "task": "rerank", "template": "qwen3"}]
 

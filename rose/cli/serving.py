@@ -38,7 +38,15 @@ _FRONT_LIMITS: dict[str, tuple[str, type, str]] = {
     "--timeout": ("default_timeout_s", float, "deadline of a request that states none, in seconds (default: 300)"),
     "--drain-seconds": ("drain_seconds", float, "how long SIGTERM waits for open requests (default: 30)"),
     "--max-items": ("max_items", int, "most inputs of one request (default: 2048)"),
+    "--max-request-tokens": ("max_request_tokens", int, "most tokens of one request (default: 1048576)"),
     "--max-body-bytes": ("max_body_bytes", int, "largest HTTP body or gRPC message (default: 32 MiB)"),
+    "--max-held-bytes": ("max_held_bytes", int, "most bytes of all of them at a time (default: eight of the largest)"),
+    "--tokenizer-threads": ("tokenizer_threads", int, "threads for texts of more than 4 KB (default: 2)"),
+    "--replica-silence-seconds": (
+        "replica_silence_seconds",
+        float,
+        "an engine that says nothing for so long loses its work to others (default: 60)",
+    ),
 }
 
 
