@@ -86,20 +86,47 @@ def test_for_people_it_is_score_line_and_text(api, file, capsys):
     assert capsys.readouterr().out.splitlines() == expected
 
 
-def test_what_is_asked_for_reaches_the_server(api, file):
-    assert rerank(api, QUERY, file, "--raw-scores", "--instruction", "find", "--method", "dense", "--truncate") == 0
-    body = {name: value for name, value in api.requests[0].items() if name != "documents"}
-    assert body == {
-        "model": "tiny",
-        "query": QUERY,
-        "raw_scores": True,
-        "instruction": "find",
-        "method": "dense",
-        "truncate": True,
-    }
-    assert rerank(api, QUERY, file) == 0
-    assert set(api.requests[-2]) == {"model", "query", "documents", "raw_scores"}
-    assert set(api.requests[-1]) == {"model", "query", "documents"}
+PLAIN = {"model": "tiny", "query": QUERY, "priority": "bulk"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fields"),
+    [
+        (["--instruction", "find", "--truncate"], {"instruction": "find", "truncate": True}),
+        (["--method", "dense", "--query-prompt-name", "q"], {"method": "dense", "query_prompt_name": "q"}),
+        (["--method", "dense", "--document-prompt-name", ""], {"method": "dense", "document_prompt_name": ""}),
+        (
+            ["--method", "combined", "--weights", "dense=1, sparse=0.3"],
+            {"method": "combined", "weights": {"dense": 1.0, "sparse": 0.3}},
+        ),
+        (["--label", "entailment"], {"label": "entailment"}),
+        (["--label", "0"], {"label": 0}),
+        (["--max-tokens-per-doc", "64"], {"max_tokens_per_doc": 64}),
+        ([], {}),
+    ],
+)
+def test_what_is_asked_for_reaches_the_server(api, file, arguments, fields):
+    assert rerank(api, QUERY, file, *arguments) == 0
+    bodies = [{name: value for name, value in body.items() if name != "documents"} for body in api.requests]
+    assert bodies[0] == PLAIN | fields | {"raw_scores": True}
+    # What is compared has no activation to be asked for.
+    assert bodies[1:] == ([] if "method" in fields else [PLAIN | fields])
+
+
+def test_a_request_that_is_too_large_is_halved(api, file, capsys):
+    limit = 30
+
+    def too_many(body):
+        return refusal(413, "payload_too_large", "too much") if len(body["documents"]) > limit else None
+
+    api.fault = too_many
+    assert rerank(api, QUERY, file, "--json") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["index"] for row in rows] == best()
+    assert all(row["document"] == DOCUMENTS[row["index"]] for row in rows)
+    limit = 0
+    assert rerank(api, QUERY, file) == 2
+    assert capsys.readouterr().err == f"rose: {file}, line 1: too much\n"
 
 
 def test_another_server_of_the_api_is_sent_nothing_it_may_not_know(api, file, capsys):
@@ -114,11 +141,23 @@ def test_another_server_of_the_api_is_sent_nothing_it_may_not_know(api, file, ca
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--top", "0"], "--top 0: expected 1 or more"), (["--batch-tokens", "9"], "--batch-tokens is for an engine")],
+    [
+        (["--top", "0"], "--top 0: expected 1 or more"),
+        (["--batch-tokens", "9"], "--batch-tokens is for an engine"),
+        (["--max-tokens-per-doc", "0"], "--max-tokens-per-doc 0: expected 1 or more"),
+        (["--weights", "dense=1"], "--weights is for --method combined"),
+    ],
 )
 def test_wrong_options(api, file, capsys, arguments, message):
     assert rerank(api, QUERY, file, *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_weights_that_are_none(api, file, capsys):
+    with pytest.raises(SystemExit) as ended:
+        rerank(api, QUERY, file, "--method", "combined", "--weights", "dense")
+    assert ended.value.code == 2
+    assert "argument --weights: 'dense': expected such as dense=1,sparse=0.3" in capsys.readouterr().err
 
 
 def test_a_bad_document_is_named_with_its_line(api, file, monkeypatch, capsys):

@@ -55,17 +55,31 @@ def embed_with(api: Api, source: Source, fields: dict[str, object]) -> Ask:
         fields: of the request's body, besides `input`.
     """
 
-    def ask(items: Sequence[Item]) -> Answer:
+    def send(items: Sequence[Item]) -> Answer:
+        return read_answer(api.post("/v1/embeddings", {"input": [item.text for item in items], **fields}), len(items))
+
+    return in_halves(send, join_answers, source)
+
+
+def in_halves(
+    send: Callable[[Sequence[Item]], T], join: Callable[[Sequence[T]], T], source: Source
+) -> Callable[[Sequence[Item]], T]:
+    """`send`, once more for each half where the server finds the whole too large; errors name the line.
+
+    Args:
+        join: answers of consecutive items as one.
+    """
+
+    def ask(items: Sequence[Item]) -> T:
         try:
-            answer = api.post("/v1/embeddings", {"input": [item.text for item in items], **fields})
-            return read_answer(answer, len(items))
+            return send(items)
         except PayloadTooLarge as error:
             if len(items) == 1:
                 raise located(error, source, items) from None
-            half = len(items) // 2
-            return join_answers([ask(items[:half]), ask(items[half:])])
         except RoseError as error:
             raise located(error, source, items) from None
+        half = len(items) // 2
+        return join([ask(items[:half]), ask(items[half:])])
 
     return ask
 
