@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""What has to be seen on a GPU machine, in three parts of at most four minutes each.
+"""What has to be seen on a GPU machine, in four parts of at most four minutes each.
 
     python scripts/gpu_check.py --part tests      numbers and behaviour: everything marked `gpu`
     python scripts/gpu_check.py --part kernels    time of every kernel against its floor and a rival
     python scripts/gpu_check.py --part loads      the published loads, in process and over every carrier
+    python scripts/gpu_check.py --part models     every family: tiny ones within the parity rules, full sizes timed
 
 Results are written as they come, under --out (default: benchmarks/results/h200). Each step is a command of its own,
 printed before it runs, so that any of them can be repeated by hand.
@@ -35,7 +36,7 @@ def steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[str]]]:
         # Most of the kernels' time is compiling: with pytest-xdist it is shared out.
         workers = ["-n", "8"] if importlib.util.find_spec("xdist") else []
         yield "tests/kernels", [*pytest, *workers, "tests/kernels"]
-        for room in ("attention_backends", "engine"):
+        for room in ("attention_backends", "engine", "server"):
             yield f"tests/{room}", [*pytest, f"tests/{room}"]
     elif part == "kernels":
         yield (
@@ -44,6 +45,11 @@ def steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[str]]]:
         )
         yield "kernels/ops", [python, "benchmarks/kernels/bench_kernels.py", "--out", str(out)]
         yield "attention", [python, "benchmarks/attention/backends.py", "--out", str(out)]
+    elif part == "models":
+        yield "tests/models", [python, "-m", "pytest", "-m", "gpu and not slow", "-q", "tests/models"]
+        sizes = ["--tokens", "128", "512", "--via", "engine", "--n", "500", "--out", str(out / "loads.jsonl")]
+        for model in ("minilm", "e5-small", "qwen3-embedding-0.6b", "bge-m3", "pplx-embed-0.6b", "pplx-embed-4b"):
+            yield f"models/{model}", [python, "-m", "rose.bench.gpu_loads", "latency", "--model", model, *sizes]
     else:
         rows = ["--out", str(out / "loads.jsonl")]
         short = ["--n", "200"] if quick else []
@@ -90,7 +96,7 @@ def run(name: str, command: list[str], seconds: float, log: Path) -> dict[str, o
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", required=True, choices=("tests", "kernels", "loads"))
+    parser.add_argument("--part", required=True, choices=("tests", "kernels", "loads", "models"))
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "h200")
     parser.add_argument("--only", nargs="+", default=[], help="steps whose name contains one of these")
     parser.add_argument("--seconds", type=float, default=PART_SECONDS, help="of the whole part")

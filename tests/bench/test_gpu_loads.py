@@ -70,7 +70,7 @@ def test_a_new_run_replaces_its_own_loads_only_even_if_it_is_slower(tmp_path: Pa
     assert {(r.via, r.p50_ms) for r in records.read_rows(path)} == {("engine", 9.0), ("link", 2.0)}
 
 
-@pytest.fixture(scope="module", params=["tiny-bge-m3", "tiny-pplx-embed"])
+@pytest.fixture(scope="module", params=["tiny-bge-m3", "tiny-pplx-embed", "tiny-qwen3-embedding", "tiny-bert"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_checkpoint(request.param, tmp_path_factory.mktemp("shapes") / request.param)
 
@@ -78,7 +78,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 def driver(folder: Path):
     read = read_model_folder(folder)
-    engine = build_engine(load_model(read, "cpu"), EngineConfig(max_tokens=1024, bulk_tokens=1024, online_tokens=1024))
+    engine = build_engine(load_model(read, "cpu"), EngineConfig(max_tokens=512, bulk_tokens=1024, online_tokens=1024))
     made = EngineDriver(engine)
     yield made
     made.close()
@@ -96,7 +96,7 @@ def test_a_load_is_checked_timed_and_recorded(folder: Path, driver: EngineDriver
 def test_a_disagreement_stops_before_the_clock(folder: Path, driver: EngineDriver) -> None:
     class Other(Reference):
         def embed(self, sequences):
-            return super().embed([s[::-1].copy() for s in sequences])
+            return super().embed([(s * 7) % 900 + 5 for s in sequences])
 
     with pytest.raises(loads.DisagreementError, match="cosine"):
         loads.check(driver, Other(folder, torch.device("cpu")), loads.Load("latency", 64, 1, 1), 1000)
