@@ -58,9 +58,8 @@ def add_convert(commands: Commands) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from rose.convert.offline import Wishes, decide, find_source
-    from rose.convert.offline.open import open_weights
-    from rose.convert.offline.write import check_target, convert
+    from rose.convert.offline import Wishes, convert, decide, find_source, open_weights
+    from rose.convert.offline.write import check_target
 
     if options.shard_mb < 1:
         raise InvalidInput(f"--shard-mb is {options.shard_mb}, and must be at least 1")
@@ -78,7 +77,7 @@ def _convert(options: argparse.Namespace) -> int:
         template=options.rerank_template,
     )
     check_target(options.output, source, force=options.force or options.dry_run)
-    with open_weights(source) as weights:
+    with open_weights(source, wishes) as weights:
         plan = decide(source, wishes, weights)
         _print_table(plan.choices)
         if options.dry_run:

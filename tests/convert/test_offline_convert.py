@@ -13,8 +13,7 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from torch.nn.functional import cosine_similarity
 
 from rose.config import read_model_folder
-from rose.convert.offline import Wishes, convert, decide, find_source
-from rose.convert.offline.open import open_weights
+from rose.convert.offline import Wishes, convert, decide, find_source, open_weights
 from rose.errors import CheckpointError
 from tests.support.running import embed, encode, load, load_reranker, score
 from tests.support.tiny_checkpoints import Dense, edit_json, read_json, tiny_bert, tiny_qwen3, tiny_xlm_roberta
@@ -39,8 +38,9 @@ def _quiet():
 
 def converted(source, target, to="embedder", *, base=None, adapters=(), force=False, shard_bytes=10**9, **wishes):
     found = find_source(source, base=base, adapters=adapters)
-    with open_weights(found) as weights:
-        plan = decide(found, Wishes(to=to, **wishes), weights)
+    wished = Wishes(to=to, **wishes)
+    with open_weights(found, wished) as weights:
+        plan = decide(found, wished, weights)
         return convert(plan, weights, target, force=force, shard_bytes=shard_bytes)
 
 
@@ -273,8 +273,9 @@ def test_an_interrupted_run_leaves_no_half_folder(tmp_path):
             raise KeyboardInterrupt
 
     found = find_source(source)
-    with open_weights(found) as weights:
-        plan = decide(found, Wishes(to="embedder"), weights)
+    wishes = Wishes(to="embedder")
+    with open_weights(found, wishes) as weights:
+        plan = decide(found, wishes, weights)
         with pytest.raises(KeyboardInterrupt):
             convert(plan, weights, target, advance=interrupt)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]

@@ -5,7 +5,8 @@ weights are streamed tensor by tensor into a folder that appears whole or not at
 """
 
 from rose.convert.offline.decide import Plan, Wishes, decide
+from rose.convert.offline.open import open_weights
 from rose.convert.offline.source import Source, find_source, named_base
 from rose.convert.offline.write import convert
 
-__all__ = ["Plan", "Source", "Wishes", "convert", "decide", "find_source", "named_base"]
+__all__ = ["Plan", "Source", "Wishes", "convert", "decide", "find_source", "named_base", "open_weights"]

@@ -100,7 +100,7 @@ def decide(source: Source, wishes: Wishes, weights: FolderWeights) -> Plan:
     else:
         files["sentence_bert_config.json"] = {"max_seq_length": limit, "do_lower_case": _lowers(source)}
     choices = (
-        *_backbone(source, architecture, tensors),
+        *_backbone(weights, architecture, tensors),
         _attention(architecture, wishes),
         *(parts.choices if parts is not None else reranker_choices(reranker, tensors)),
         end_token(source.tokenizer, parts is not None and "last" in parts.pooling.modes),
@@ -148,7 +148,7 @@ def _reranker(source: Source, wishes: Wishes, architecture: ArchitectureConfig) 
     return found
 
 
-def _backbone(source: Source, architecture: ArchitectureConfig, tensors: Tensors) -> tuple[Choice, ...]:
+def _backbone(weights: FolderWeights, architecture: ArchitectureConfig, tensors: Tensors) -> tuple[Choice, ...]:
     before = f"{architecture.architecture}, names {tensors.prefix!r}..."
     choices = [
         Choice("backbone", before, "config.json: architectures, and the weights' headers"),
@@ -157,7 +157,9 @@ def _backbone(source: Source, architecture: ArchitectureConfig, tensors: Tensors
     if tensors.dropped:
         named = ", ".join(sorted(tensors.dropped)[:3]) + (" ..." if len(tensors.dropped) > 3 else "")
         choices.append(Choice("left out", named, "an embedder or a scoring head reads none of them"))
-    choices += [Choice("adapter", str(path), "merged in fp32, in this order") for path in source.adapters]
+    choices += [
+        Choice("adapter", f"{path}: {what}", "merged in fp32, in this order") for path, what in weights.summaries
+    ]
     return tuple(choices)
 
 

@@ -1,14 +1,31 @@
-"""A source's weights, opened for planning and for one pass."""
+"""A source's weights, opened for planning and for one pass: the base's own, or with adapters merged into them."""
 
 from __future__ import annotations
 
+from rose.config.architecture import read_architecture
+from rose.convert.families import FAMILIES
+from rose.convert.offline.adapter import read_adapter
+from rose.convert.offline.decide import Wishes
+from rose.convert.offline.merge import MergedWeights
 from rose.convert.offline.source import Source
-from rose.convert.offline.weights import FolderWeights
+from rose.convert.offline.weights import LETTERS, FolderWeights
+from rose.models.registry import find_entry
 
 
-def open_weights(source: Source) -> FolderWeights:
+def open_weights(source: Source, wishes: Wishes) -> FolderWeights:
     """
     Raises:
-        CheckpointError: no weights, or damaged ones.
+        CheckpointError: no weights, damaged ones, or an adapter that does not fit.
     """
-    return FolderWeights(source.backbone)
+    if not source.adapters:
+        return FolderWeights(source.backbone)
+    architecture = read_architecture(source.config, wishes.causal)
+    by_name = {str(dtype).removeprefix("torch."): dtype for dtype in LETTERS}
+    return MergedWeights(
+        source.backbone,
+        [read_adapter(path) for path in source.adapters],
+        FAMILIES[find_entry(architecture).rules],
+        dtype=None if wishes.dtype is None else by_name[wishes.dtype],
+        tied=architecture.tie_word_embeddings,
+        reads_head=wishes.to == "reranker",
+    )

@@ -32,14 +32,21 @@ class Weights(Protocol):
 
     def read_row(self, name: str, index: int) -> Tensor: ...
 
+    def finish(self) -> None: ...
+
 
 class FolderWeights:
     """A folder's own tensors. Use as a context; raises what `Checkpoint` raises."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._checkpoint = Checkpoint(folder)
         self._mapped = 0
+
+    @property
+    def summaries(self) -> tuple[tuple[str, str], ...]:
+        """(adapter, what it is) of what is merged."""
+        return ()
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -53,7 +60,7 @@ class FolderWeights:
     def read(self, name: str) -> Tensor:
         if self._mapped > _REOPEN:
             self._checkpoint.close()
-            self._checkpoint = Checkpoint(self._folder)
+            self._checkpoint = Checkpoint(self.folder)
             self._mapped = 0
         tensor = self._checkpoint.read(name)
         self._mapped += tensor.nbytes
@@ -61,6 +68,9 @@ class FolderWeights:
 
     def read_row(self, name: str, index: int) -> Tensor:
         return self._checkpoint.read_row(name, index)
+
+    def finish(self) -> None:
+        """Called when all was read; raises where it was not what it promised to be."""
 
     def __enter__(self) -> FolderWeights:
         return self

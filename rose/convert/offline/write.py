@@ -67,6 +67,7 @@ def convert(
         shards = split_shards(plan.slots, shard_bytes)
         by_name = {slot.name: slot for slot in plan.slots}
         write_shards(folder, shards, lambda name: _tensor(plan, weights, by_name[name]), advance)
+        weights.finish()
         _write(folder / RECORD, _record(plan, hashes.result()))
         check_result(plan, folder)
     return target
