@@ -96,6 +96,25 @@ def test_parquet_in_and_out_with_every_kind_of_output(api, tmp_path):
         assert rows == np.arange(len(text) * 2, dtype=np.float32).reshape(-1, 2).tolist()
 
 
+@pytest.mark.parametrize(
+    ("limit", "expected_groups"),
+    [({}, [1000]), ({"GROUP_ROWS": 256}, [256, 256, 256, 232]), ({"GROUP_BYTES": 5000}, [128] * 7 + [104])],
+)
+def test_row_groups_hold_many_requests(api, tmp_path, monkeypatch, limit, expected_groups):
+    """128 texts of 8 float32 and an index are 5120 bytes."""
+    from rose.cli.bulk import forms
+
+    for name, value in limit.items():
+        monkeypatch.setattr(forms, name, value)
+    many = [f"text {i}" for i in range(1000)]
+    (tmp_path / "t.txt").write_text("\n".join(many))
+    assert embed(api, tmp_path / "t.txt", "-o", tmp_path / "v.parquet") == 0
+    metadata = parquet.ParquetFile(tmp_path / "v.parquet").metadata
+    assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == expected_groups
+    table = parquet.read_table(tmp_path / "v.parquet")
+    assert np.array_equal(np.array(table.column("embedding").to_pylist(), np.float32), expected(many))
+
+
 def test_outputs_without_the_vector(api, texts, tmp_path):
     assert embed(api, texts, "-o", tmp_path / "v.jsonl", "--outputs", "sparse") == 0
     assert rows_of(tmp_path / "v.jsonl")[3] == {

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -23,6 +23,9 @@ from rose.cli.bulk.source import Item
 from rose.errors import Unsupported
 
 OutForm = Literal["jsonl", "npy", "parquet"]
+# A row group of a Parquet file: as many rows as readers like to have at once, and no more bytes than fit into memory.
+GROUP_ROWS = 65_536
+GROUP_BYTES = 256 << 20
 FORMS: dict[str, OutForm] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".npy": "npy", ".parquet": "parquet"}
 
 
@@ -107,8 +110,8 @@ class Parquet:
 
         made = path.with_name(f"{path.name}.parquet")
         with pa.ipc.open_stream(path) as stream, parquet.ParquetWriter(made, stream.schema) as writer:
-            for batch in stream:
-                writer.write_batch(batch)
+            for batches in _groups(stream):
+                writer.write_table(pa.Table.from_batches(batches))
         return made
 
     def _batch(self, first: int, items: Sequence[Item], answer: Answer) -> Any:
@@ -119,6 +122,20 @@ class Parquet:
             columns["id"] = pa.array([str(item.id) for item in items])  # a column has one type, whatever the file had
         columns |= {name: _arrow(cells) for name, cells in answer.columns.items()}
         return pa.record_batch(columns)
+
+
+def _groups(stream: Iterable[Any]) -> Iterator[list[Any]]:
+    """Record batches of a request each, put together to row groups: full ones, but for the last."""
+    group: list[Any] = []
+    rows, size = 0, 0
+    for batch in stream:
+        group.append(batch)
+        rows, size = rows + batch.num_rows, size + batch.nbytes
+        if rows >= GROUP_ROWS or size >= GROUP_BYTES:
+            yield group
+            group, rows, size = [], 0, 0
+    if group:
+        yield group
 
 
 def _npy_header(rows: int, row: Array) -> bytes:
