@@ -329,9 +329,27 @@ def test_rows_of_other_texts_are_not_gone_on_with(api, texts, tmp_path, capsys):
     begun(api, texts, tmp_path / "v.npy")
     texts.write_text(texts.read_text().replace("text 5 ", "text five ", 1))
     assert embed(api, texts, "-o", tmp_path / "v.npy") == 2
-    assert "the first 128 texts are not those of the run that was interrupted" in capsys.readouterr().err
+    assert "the first 128 texts, or their ids, are not those of the run that was interrupted" in capsys.readouterr().err
     texts.write_text("one\n")
     assert embed(api, texts, "-o", tmp_path / "v.npy") == 2
+
+
+@pytest.mark.parametrize("other", ["d5x", 5])
+def test_rows_of_other_ids_are_not_gone_on_with(api, tmp_path, capsys, other):
+    source, out = tmp_path / "in.jsonl", tmp_path / "v.jsonl"
+
+    def written(changed):
+        ids = [changed if i == 5 else str(i) for i in range(300)]
+        source.write_text("".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in zip(ids, TEXTS, strict=True)))
+
+    written("5")
+    begun(api, source, out, "--id-field", "id")
+    written(other)
+    assert embed(api, source, "-o", out, "--id-field", "id") == 2
+    assert "the first 128 texts, or their ids, are not those" in capsys.readouterr().err
+    written("5")
+    assert not asked_again(api, TEXTS[:128], lambda: embed(api, source, "-o", out, "--id-field", "id"))
+    assert [row["id"] for row in rows_of(out)] == [str(i) for i in range(300)]
 
 
 @pytest.mark.parametrize("damage", ["record", "data"])

@@ -1,7 +1,7 @@
 """A file that is written in many steps and is either whole or not there; an interrupted run goes on where it stopped.
 
     OUT.partial         rows so far
-    OUT.partial.json    how many of them count, which settings they were made with, a digest of the texts behind them
+    OUT.partial.json    how many of them count, which settings they were made with, a digest of what is behind them
 
 The record is replaced after each step, behind the data: what was written and not recorded is cut off. Knows files;
 knows neither formats nor servers.
@@ -21,15 +21,15 @@ from typing import Any, BinaryIO
 from rose.errors import InvalidInput
 
 
-class TextDigest:
-    """sha256 over texts in their order."""
+class ItemDigest:
+    """sha256 over ids and texts in their order."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
 
-    def add(self, text: str) -> None:
-        data = text.encode()
-        self._hash.update(len(data).to_bytes(8, "little") + data)
+    def add(self, item_id: str | int | None, text: str) -> None:
+        for data in (json.dumps(item_id).encode(), text.encode()):  # as JSON, 1 is not "1"
+            self._hash.update(len(data).to_bytes(8, "little") + data)
 
     def value(self) -> str:
         return self._hash.hexdigest()
@@ -41,7 +41,7 @@ class Done:
 
     Attributes:
         size: bytes of the partial file that count.
-        digest: of the texts behind its rows.
+        digest: of the ids and texts behind its rows.
     """
 
     rows: int = 0

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from rose.cli.bulk.answers import Answer, join_answers, read_answer
 from rose.cli.bulk.api import Api
 from rose.cli.bulk.forms import Form
-from rose.cli.bulk.resume import Done, TextDigest
+from rose.cli.bulk.resume import Done, ItemDigest
 from rose.cli.bulk.source import Item, Source
 from rose.errors import InvalidInput, PayloadTooLarge, RoseError, from_kind
 
@@ -100,7 +100,7 @@ def embed_all(source: Source, ask: Ask, form: Form, sink: Sink, advance: Advance
     Raises:
         RoseError: at the first item that cannot be embedded; what comes before it is in the sink.
     """
-    digest = TextDigest()
+    digest = ItemDigest()
     items = source.items()
     _skip(items, sink.done, digest)
     rows, tokens, prompt = sink.done.rows, sink.done.tokens, None
@@ -109,7 +109,7 @@ def embed_all(source: Source, ask: Ask, form: Form, sink: Sink, advance: Advance
         data = form.start(batch, answer) if rows == 0 else b""
         data += form.rows(rows, batch, answer)
         for item in batch:
-            digest.add(item.text)
+            digest.add(item.id, item.text)
         rows, tokens, prompt = rows + len(batch), tokens + answer.tokens, answer.prompt
         sink.append(data, Done(rows, 0, digest.value(), tokens))
         advance(rows, tokens)
@@ -162,17 +162,18 @@ def in_order(ask: Callable[[Sequence[Item]], T], parts: Iterator[list[Item]]) ->
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _skip(items: Iterator[Item], done: Done, digest: TextDigest) -> None:
+def _skip(items: Iterator[Item], done: Done, digest: ItemDigest) -> None:
     """Past what an earlier run has done, if it is still the same.
 
     Raises:
-        InvalidInput: the texts before that place have changed, or are fewer.
+        InvalidInput: texts or ids before that place have changed, or are fewer.
     """
     found = 0
     for item in islice(items, done.rows):
-        digest.add(item.text)
+        digest.add(item.id, item.text)
         found += 1
     if found != done.rows or (done.rows and digest.value() != done.digest):
         raise InvalidInput(
-            f"the first {done.rows} texts are not those of the run that was interrupted; --restart begins anew"
+            f"the first {done.rows} texts, or their ids, are not those of the run that was interrupted; "
+            "--restart begins anew"
         )
