@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -166,6 +167,28 @@ def test_a_request_that_is_too_large_is_halved(api, texts, tmp_path):
     api.fault = at_most_fifty
     assert embed(api, texts, "-o", tmp_path / "v.npy") == 0
     assert np.array_equal(np.load(tmp_path / "v.npy"), expected())
+
+
+def test_a_server_that_is_not_there_is_told_of_at_once(api, texts, tmp_path, monkeypatch, capsys):
+    """One line after the first try, and none after those that follow; the reason ends the command."""
+    from rose.cli.bulk import options
+    from rose.cli.bulk.api import Api
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # held and not listened to: nobody answers there
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        monkeypatch.setattr(options, "Api", lambda url, tell: Api(url, patience_s=2.0, tell=tell))
+        assert cli.main(["embed", str(texts), "--server", url]) == 2
+    shown = capsys.readouterr().err.splitlines()
+    refused = f"rose: no answer from {url}: [Errno 111] Connection refused"
+    assert shown == [f"{refused}; trying again for 2 s", refused]
+
+
+def test_a_full_server_is_nothing_to_tell_of(api, texts, tmp_path, capsys):
+    faults = [(429, {"error": {"message": "full", "code": "overloaded"}}, {})]
+    api.fault = lambda body: faults.pop() if faults else None
+    assert embed(api, texts, "-o", tmp_path / "v.npy") == 0
+    assert capsys.readouterr().err.startswith("300 texts, ")
 
 
 def test_a_full_server_and_a_lost_connection_are_tried_again(api, texts, tmp_path):

@@ -12,6 +12,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,12 +33,13 @@ class Api:
     Args:
         url: "http://host:port", with or without "/v1".
         patience_s: how long to try again while the server is full or away.
+        tell: takes one line, once, when the server is found away: whoever waits for it may have named a wrong one.
 
     Raises:
         InvalidInput: an address that is no such URL.
     """
 
-    def __init__(self, url: str, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, url: str, *, patience_s: float = PATIENCE_S, tell: Callable[[str], None] | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InvalidInput(f"{url!r} is no address of a server: expected http://HOST:PORT")
@@ -46,6 +48,8 @@ class Api:
         self._host, self._port = parts.hostname, parts.port
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._patience_s = patience_s
+        self._tell = tell
+        self._telling = threading.Lock()
         self._own = threading.local()
         self._all: list[http.client.HTTPConnection] = []
         self._closed = threading.Event()
@@ -78,8 +82,16 @@ class Api:
             except RoseError as error:
                 if error.http_status not in (429, 503) or self._closed.is_set() or time.monotonic() + pause > give_up:
                     raise
+                if error.http_status == 503:  # a full server (429) is an everyday thing
+                    self._tell_once(f"{error.message}; trying again for {self._patience_s:.0f} s")
                 self._closed.wait(min(error.retry_after_s or pause, _LAST_PAUSE_S))
                 pause = min(2 * pause, _LAST_PAUSE_S)
+
+    def _tell_once(self, line: str) -> None:
+        with self._telling:
+            tell, self._tell = self._tell, None
+        if tell is not None:
+            tell(line)
 
     def _once(self, method: str, path: str, body: bytes | None) -> Any:
         connection = self._connection()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def server(options: argparse.Namespace) -> Iterator[Api]:
         url = options.server
         if url is None or "://" not in url:
             url = stack.enter_context(rose_server(_command(options)))
-        api = Api(url)
+        api = Api(url, tell=lambda line: print(f"rose: {line}", file=sys.stderr))
         stack.callback(api.close)
         yield api
 
