@@ -12,6 +12,7 @@ Knows lengths and FlashInfer's wrapper (0.7.2 to 0.7.4 read); knows no graphs an
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -61,7 +62,7 @@ class _Place:
     launch: tuple[int, ...] | None = None
 
 
-class FlashInferRagged:
+class FlashInferRagged(ABC):
     """Base of `flashinfer2` and `flashinfer3`.
 
     One wrapper in graph mode for each key, one in plain mode for each slot.
@@ -82,9 +83,9 @@ class FlashInferRagged:
         self._plain: dict[int, _Place] = {}
         self._float: Tensor | None = None
 
+    @abstractmethod
     def plan_bytes(self, tokens: int, sequences: int) -> int:
         """Upper bound of the integer workspace for any split of `tokens` rows into `sequences`."""
-        raise NotImplementedError
 
     def supports(self, spec: AttentionSpec) -> str | None:
         reason = (

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import platform
+import shlex
+import sys
 import tempfile
 import time
 import traceback
@@ -91,7 +93,7 @@ def _run_model(
         run_id=run_id,
         commit=arguments.commit or commit(),
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
-        command=command,
+        command=command.replace(str(arguments.out), arguments.out.name) if arguments.out else command,
         machine=_machine(device),
         model=name,
         dtype=str(dtype).removeprefix("torch."),
@@ -212,9 +214,6 @@ def _standalone() -> int:
     parser.add_argument("load", choices=("latency", "scoring", "all"))
     add_arguments(parser)
     arguments = parser.parse_args()
-    import shlex
-    import sys
-
     started = time.perf_counter()
     status = main(arguments.load, arguments, shlex.join(["python", "-m", "rose.bench.gpu_loads", *sys.argv[1:]]))
     print(f"done in {time.perf_counter() - started:.0f} s")
