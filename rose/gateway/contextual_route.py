@@ -22,7 +22,7 @@ from rose.gateway.json_body import TIMEOUT_HEADER, read_body, timeout_s
 from rose.gateway.metrics import Metrics
 from rose.gateway.schemas_context import ContextualRequest
 from rose.gateway.timing import server_timing
-from rose.gateway.vectors import value_list
+from rose.gateway.vectors import joined, value_list
 from rose.proto import rose_pb2 as pb
 
 DEFAULT_ENCODING = "base64_int8"
@@ -109,12 +109,12 @@ async def _answer(card: pb.ModelCard, form: Form, dimensions: int, done: Context
         b'{"object":"list","index":%d,"data":[%b]}' % (index, _chunks(values[start:end]))
         for index, (start, end) in enumerate(pairwise(done.result.splits[form.source]))
     ]
-    return b'{"object":"list","data":[%b],"model":%b,"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (
-        b",".join(documents),
+    tail = b'],"model":%b,"usage":{"prompt_tokens":%d,"total_tokens":%d}}' % (
         _encode(card.model),
         done.tokens,
         done.tokens,
     )
+    return await joined([b'{"object":"list","data":[', await joined(documents), tail], b"")
 
 
 def _chunks(values: list[bytes]) -> bytes:

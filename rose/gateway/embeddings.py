@@ -18,7 +18,7 @@ from rose.gateway.metrics import Metrics
 from rose.gateway.named_outputs import named_list
 from rose.gateway.service import Embedded, EmbedService
 from rose.gateway.timing import server_timing
-from rose.gateway.vectors import embedding_list
+from rose.gateway.vectors import embedding_list, joined
 from rose.proto import rose_pb2 as pb
 
 _encode = msgspec.json.Encoder().encode
@@ -51,13 +51,13 @@ class EmbeddingsRoute:
         prompt = b"" if done.prompt_name is None else b',"prompt_name":' + _encode(done.prompt_name)
         if plan.job.prompt:
             prompt += b',"prompt":' + _encode(plan.job.prompt)
-        return b'{"object":"list","data":[%b],"model":%b,"usage":{"prompt_tokens":%d,"total_tokens":%d}%b}' % (
-            await self._data(card, plan, done),
+        tail = b'],"model":%b,"usage":{"prompt_tokens":%d,"total_tokens":%d}%b}' % (
             _encode(card.model),
             done.tokens,
             done.tokens,
             prompt,
         )
+        return await joined([b'{"object":"list","data":[', await self._data(card, plan, done), tail], b"")
 
     async def _data(self, card: pb.ModelCard, plan: Plan, done: Embedded) -> bytes:
         if plan.named is not None:

@@ -21,7 +21,8 @@ from rose.gateway.named_outputs import check_kinds
 from rose.gateway.outputs import WEIGHTS, find_output, kind_of, output_cards
 from rose.gateway.rank_job import Ranked, RankJob
 from rose.gateway.scoring import Lexical, lexical_items
-from rose.gateway.service import Embedded, EmbedJob
+from rose.gateway.service import Embedded, EmbedJob, numbers
+from rose.gateway.vectors import for_numbers
 from rose.proto import rose_pb2 as pb
 from rose.proto.annotations import check_spans, check_token_types, spans_from_proto, token_types_from_bytes
 from rose.proto.convert import IntArray, check_token_ids, tensor_to_proto, tokens_from_proto
@@ -56,8 +57,9 @@ async def embed(front: Front, request: pb.EmbedRequest, deadline: float) -> Answ
         deadline=deadline,
     )
     done = await service.embed(card, job)
+    outputs = await for_numbers(numbers(done), _outputs, card, done, service.tokenizer.control_ids)
     answer = pb.EmbedResponse(
-        outputs=_outputs(card, done, service.tokenizer.control_ids),
+        outputs=outputs,
         prompt_tokens=done.tokens,
         timing=_timing(done.result.timing),
     )

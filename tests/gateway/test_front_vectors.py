@@ -7,13 +7,17 @@ import asyncio
 import base64
 import json
 import sys
+import time
 
 import numpy as np
 import pytest
 
+from rose.client import EmbedResult, Timing
 from rose.errors import InvalidInput
 from rose.gateway.forms import vector_form
-from rose.gateway.vectors import SLICE, embedding_list
+from rose.gateway.named_outputs import Named, named_list
+from rose.gateway.service import Embedded
+from rose.gateway.vectors import SLICE, embedding_list, joined
 from rose.proto import rose_pb2 as pb
 
 
@@ -195,3 +199,49 @@ def test_bits_are_those_of_sentence_transformers(dtype):
     assert {(item["dtype"], item["bit_order"]) for item in listed} == {(dtype, "msb")}
     raw = [base64.b64decode(item["embedding"]) for item in sent(PLAIN, x, "base64", dtype)]
     assert np.array_equal([np.frombuffer(row, expected.dtype) for row in raw], expected)
+
+
+async def _longest_silence(work):
+    """What `work` gives, and the longest time in which nothing else on the loop got its turn, in seconds."""
+    silence, last = 0.0, time.perf_counter()
+
+    async def watch():
+        nonlocal silence, last
+        while True:
+            await asyncio.sleep(0.001)
+            now = time.perf_counter()
+            silence, last = max(silence, now - last), now
+
+    watching = asyncio.create_task(watch())
+    await asyncio.sleep(0.01)
+    found = await work
+    await asyncio.sleep(0.01)
+    watching.cancel()
+    return found, silence
+
+
+def test_token_vectors_of_many_texts_do_not_stop_the_loop():
+    """Matrices each too small for a slice of their own are 23 MB of JSON in all; nobody waits for the whole of them."""
+    items, tokens, width = 1000, 20, 96
+    card = pb.OutputCard(name="colbert", dtype=pb.FLOAT32, dimension=width, per_token=True, kind="vector")
+    rows = unit_rows(items * tokens, width)
+    splits = {"colbert": tuple(range(0, items * tokens + 1, tokens))}
+    result = EmbedResult({"colbert": rows}, splits, items * tokens, Timing(0.0, 0.0, 1))
+    done = Embedded(result, None, [np.zeros(tokens, dtype=np.int32)] * items, items * tokens, 0.0)
+    named = Named(("colbert",), "dense", vector_form(PLAIN, None, None), "ids")
+    work = named_list(pb.ModelCard(outputs=[card]), named, done, None)
+    started = time.perf_counter()
+    text, silence = asyncio.run(_longest_silence(work))
+    took = time.perf_counter() - started
+    read = json.loads(b"[" + text + b"]")
+    assert [item["index"] for item in read] == list(range(items))
+    assert np.array_equal(np.array([item["colbert"] for item in read], dtype=np.float32).reshape(-1, width), rows)
+    assert silence < took / 3, (silence, took)
+
+
+def test_joining_large_pieces_leaves_the_loop_to_others():
+    pieces = [b"x" * (1 << 20)] * 64
+    whole, silence = asyncio.run(_longest_silence(joined(pieces)))
+    assert whole == b",".join(pieces)
+    assert asyncio.run(joined([b"a", b"b"], b"")) == b"ab"
+    assert silence < 0.25
