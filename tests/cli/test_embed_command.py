@@ -397,6 +397,22 @@ def test_two_runs_do_not_write_one_file(api, texts, tmp_path, capsys):
     assert f"another run is writing {tmp_path / 'v.npy'}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("command", "field"), [("embed", "input"), ("rerank", "documents")])
+@pytest.mark.parametrize("placed", [True, False])
+def test_a_refusal_names_the_option_and_not_the_field_of_the_route(api, texts, capsys, command, field, placed):
+    def too_long(body):
+        index = body[field].index(TEXTS[7]) if placed else None
+        reason = "600 tokens, the limit is 512; shorten it or send truncate=true"
+        return refusal(400, "invalid_input", reason, param=field, index=index)
+
+    texts.write_text("".join(f"{text}\n" for text in TEXTS[:9]), encoding="utf-8")
+    api.fault = too_long
+    asked = ["a query"] if command == "rerank" else []
+    assert cli.main([command, *asked, str(texts), "--server", api.url]) == 2
+    place = f"{texts}, line 8: " if placed else ""
+    assert capsys.readouterr().err == f"rose: {place}600 tokens, the limit is 512; shorten it or use --truncate\n"
+
+
 def test_an_output_that_is_there_is_kept_unless_told_otherwise(api, texts, tmp_path, capsys):
     out = tmp_path / "v.npy"
     out.write_bytes(b"mine")

@@ -23,6 +23,8 @@ from rose.errors import InvalidInput, PayloadTooLarge, RoseError, from_kind
 BATCH_ITEMS = 128
 BATCH_CHARS = 65_536
 IN_FLIGHT = 4
+# What a route's messages tell to send, and what a command line has for it.
+_SPELLED = {"send truncate=true": "use --truncate"}
 T = TypeVar("T")
 Ask = Callable[[Sequence[Item]], Answer]
 Advance = Callable[[int, int], None]  # rows and tokens done so far
@@ -85,13 +87,15 @@ def in_halves(
 
 
 def located(error: RoseError, source: Source, items: Sequence[Item]) -> RoseError:
-    """The error with the place of the item it is about."""
-    if error.param not in ("input", "documents", None) or (error.index is None and len(items) > 1):
-        return error
+    """The error with the place of the item it is about, and with this command's options for the route's fields."""
+    message = error.message
+    for field, option in _SPELLED.items():
+        message = message.replace(field, option)
     index = error.index or 0
-    if index >= len(items):
-        return error
-    return from_kind(error.kind, f"{source.where(items[index].number)}: {error.message}", param=error.param)
+    known = error.index is not None or len(items) == 1
+    if error.param not in ("input", "documents", None) or not known or index >= len(items):
+        return from_kind(error.kind, message, param=error.param, index=error.index, retry_after_s=error.retry_after_s)
+    return from_kind(error.kind, f"{source.where(items[index].number)}: {message}", param=error.param)
 
 
 def embed_all(source: Source, ask: Ask, form: Form, sink: Sink, advance: Advance) -> str | None:
