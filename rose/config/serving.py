@@ -67,8 +67,8 @@ class GatewayConfig:
             elsewhere. Far above any batch, since busy is healthy.
         host, http_port, grpc_port: where to listen; port 0 picks a free one, None leaves that carrier out.
         max_body_bytes: largest HTTP body or gRPC message, in bytes.
-        max_held_bytes: most bytes of bodies and messages held at a time, over all requests; beyond it they are answered 429.
-            0: eight of the largest.
+        max_held_bytes: most bytes of bodies and messages held at a time, over all requests; beyond it they are answered
+            429. 0: eight of the largest.
         max_items: most inputs of one request, or documents or pairs.
         max_request_tokens: most tokens of one request, over all its inputs.
         max_documents, max_chunks, max_context_tokens: the same of a request for contextual vectors.

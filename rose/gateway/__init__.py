@@ -6,7 +6,7 @@
     front.py, carriers.py  the parts put together; the listeners around them
     lifecycle.py           takes requests or drains; how many are open
 
-    asgi.py, app.py        one HTTP request; routes and the error boundary
+    asgi.py, app.py        one HTTP request; routes and the error boundary; body_budget.py room for all bodies
     json_body.py           a JSON body as a request type, or an error that names the field
     embeddings.py          POST /v1/embeddings; embedding_request.py reads it, vectors.py writes its numbers
     forms.py               floats, bytes and bits; named_outputs.py several outputs side by side
@@ -22,7 +22,8 @@
     facts.py               what the model's folder says of pairs and chunks
     outputs.py             the outputs of a model card; pieces.py over-long inputs in pieces
     inputs.py              texts or token ids, told apart and checked
-    tokenizer.py           text to ids; control_tokens.py for text from strangers, pair_layout.py for two texts
+    tokenizer.py           text to ids; text_bounds.py how much of a text, tokenizer_pool.py the threads for long ones,
+                           control_tokens.py for text from strangers, pair_layout.py for two texts
     replicas.py            who takes which part; replica.py one engine process; parts.py cutting and joining
     metrics.py             what is counted
 
