@@ -20,6 +20,7 @@ import numpy as np
 from rose.errors import InvalidInput
 from rose.gateway.inputs import show
 from rose.gateway.outputs import find_output, output_cards
+from rose.gateway.vectors import cut_vectors
 from rose.proto import rose_pb2 as pb
 from rose.proto.convert import AnyArray
 
@@ -156,12 +157,11 @@ def cut_rows(card: pb.ModelCard, form: Form, rows: AnyArray, cut: int) -> AnyArr
 
     Args:
         cut: length that rows still have to be cut to; 0 leaves them.
+
+    Raises:
+        NonFinite: as `cut_vectors` does.
     """
     output = find_output(card, form.source)
     if cut and form.engine_cuts:
-        rows = rows[:, :cut]
-        if output is not None and output.normalized:
-            exact = rows.astype(np.float64)
-            lengths = np.linalg.norm(exact, axis=1, keepdims=True)
-            rows = np.divide(exact, lengths, out=exact, where=lengths > 0).astype(np.float32)
+        rows = cut_vectors(rows, cut, form.source, normalized=output is not None and output.normalized)
     return form.apply(rows, cut)

@@ -49,11 +49,19 @@ def check_outputs(card: pb.ModelCard, names: Sequence[str]) -> None:
             raise InvalidInput(f"the output {name!r} is asked for twice", param="outputs", index=index)
 
 
+def is_cut(output: pb.OutputCard) -> bool:
+    """Whether `dimensions` are about it: a float vector a text. Others are left whole beside it."""
+    return kind_of(output) == VECTOR and output.dtype == pb.FLOAT32 and not output.per_token
+
+
 def check_dimensions(card: pb.ModelCard, names: Sequence[str], dimensions: int, *, strict: bool) -> None:
-    """0 keeps all. Raises InvalidInput above the output's length, or, if strict, for a length not trained for."""
+    """0 keeps all. Raises InvalidInput above the length of a vector that is cut, where there is none to cut, or, if
+    strict, for a length not trained for."""
     if dimensions == 0:
         return
-    for output in output_cards(card, names):
+    asked = output_cards(card, names)
+    vectors = [output for output in asked if is_cut(output)]
+    for output in vectors:
         if not 0 < dimensions <= output.dimension:
             raise InvalidInput(
                 f"dimensions of {show(dimensions)}: 1..{output.dimension} for {output.name}",
@@ -61,6 +69,12 @@ def check_dimensions(card: pb.ModelCard, names: Sequence[str], dimensions: int, 
             )
         if strict:
             check_trained(card, dimensions, output.dimension)
+    if not vectors and any(dimensions != output.dimension for output in asked):
+        listed = ", ".join(output.name for output in asked)
+        raise InvalidInput(
+            f"dimensions of {show(dimensions)}: only a float vector a text is cut, and {listed} is none",
+            param="dimensions",
+        )
 
 
 def check_trained(card: pb.ModelCard, dimensions: int, most: int) -> None:

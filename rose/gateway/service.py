@@ -18,13 +18,14 @@ from rose.config.serving import GatewayConfig
 from rose.errors import DeadlineExceeded, InvalidInput, PayloadTooLarge, RoseError, UnknownModel
 from rose.gateway.inputs import FIELD, Input, Texts, check_count, show
 from rose.gateway.metrics import Metrics
-from rose.gateway.outputs import check_dimensions, check_outputs, check_size
+from rose.gateway.outputs import check_dimensions, check_outputs, check_size, is_cut, output_cards
 from rose.gateway.pieces import Pieces, check_mergeable
 from rose.gateway.replicas import ReplicaPool
 from rose.gateway.text_bounds import Bounds
 from rose.gateway.tokenizer import TextTokenizer
+from rose.gateway.vectors import cut_vectors
 from rose.proto import rose_pb2 as pb
-from rose.proto.convert import IntArray
+from rose.proto.convert import AnyArray, IntArray
 
 T = TypeVar("T")
 
@@ -35,6 +36,7 @@ class EmbedJob:
 
     Attributes:
         input: texts or token ids, already checked for themselves.
+        dimensions: length of float vectors, one a text; other outputs beside them are left whole. 0 keeps all.
         prompt_name: a prompt of the model card; "" for none, None for the model's default.
         prompt: a prompt in words, put before every text; "" for none.
         token_types: beside token ids, or None for all zero.
@@ -119,11 +121,14 @@ class EmbedService:
         tokens = sum(map(len, run))
         check_tokens(tokens, self.config.max_request_tokens, FIELD)
         check_size(card, job.outputs, tokens)
+        asked = output_cards(card, job.outputs)
+        # The engine cuts all outputs or none; what is to be left whole beside a vector comes with it uncut.
+        here = job.dimensions > 0 and any(map(is_cut, asked)) and not all(map(is_cut, asked))
         try:
             result = await self.pool.embed(
                 run,
                 outputs=job.outputs,
-                dimensions=job.dimensions,
+                dimensions=0 if here else job.dimensions,
                 priority=job.priority,
                 token_types=job.token_types,
                 spans=job.spans,
@@ -135,6 +140,8 @@ class EmbedService:
             normalized = {output.name: output.normalized for output in card.outputs}
             outputs = {name: pieces.merge(rows, normalized=normalized[name]) for name, rows in result.outputs.items()}
             result = replace(result, outputs=outputs)
+        if here:
+            result = replace(result, outputs={**result.outputs, **_cut(asked, result, job.dimensions)})
         self.count(len(sequences), tokens, tokenize_s, result.timing)
         return Embedded(result, prompt_name, sequences, tokens, tokenize_s)
 
@@ -205,6 +212,21 @@ class EmbedService:
         metrics.tokenize.observe(tokenize_s)
         metrics.queue.observe(timing.queue_s)
         metrics.compute.observe(timing.compute_s)
+
+
+def _cut(asked: Sequence[pb.OutputCard], result: EmbedResult, dimensions: int) -> dict[str, AnyArray]:
+    """Those of the outputs that are cut."""
+    return {
+        one.name: cut_vectors(
+            result.outputs[one.name],
+            dimensions,
+            one.name,
+            normalized=one.normalized,
+            splits=result.splits.get(one.name, ()),
+        )
+        for one in asked
+        if is_cut(one)
+    }
 
 
 async def timed(tokenising: Awaitable[T], deadline: float) -> tuple[T, float]:
