@@ -24,7 +24,7 @@ def commands() -> list[str]:
 
 def test_the_commands_are_those_of_the_documentation():
     serving = ["pull", "serve", "gateway", "embed", "rerank"]
-    assert commands() == [*serving, "convert", "info", "doctor", "bench", "version"]
+    assert commands() == [*serving, "convert", "verify", "info", "doctor", "bench", "version"]
 
 
 @pytest.mark.parametrize("name", commands())

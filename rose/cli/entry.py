@@ -20,6 +20,7 @@ from rose.cli.models import add_info, add_pull
 from rose.cli.rerank import add_rerank
 from rose.cli.serving import add_gateway, add_serve
 from rose.cli.shared import Command, Commands, add_command
+from rose.cli.verify import add_verify
 from rose.errors import RoseError
 
 
@@ -64,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rose {rose.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     serving = (add_pull, add_serve, add_gateway, add_embed, add_rerank)
-    for add in (*serving, add_convert, add_info, add_doctor, add_bench, _add_version):
+    for add in (*serving, add_convert, add_verify, add_info, add_doctor, add_bench, _add_version):
         add(commands)
     return parser
 

@@ -1,0 +1,1 @@
+"""`rose verify`'s parts: running a folder over texts, stored answers, measures, and gates."""

@@ -1,0 +1,193 @@
+"""What a folder answers to a list of texts, run here or stored earlier (a golden file).
+
+An embedder's answers are vectors; a reranker's are the scores of some texts, as queries, with others as documents. The
+model runs as the engine loads it, with plain torch attention, so that no kernel of ours is trusted by both sides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rose.config import ModelFolder, read_model_folder
+from rose.errors import CheckpointError, InvalidInput
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
+
+    from rose.models.base import ServedModel
+
+_TOKENS = 4096  # of one batch
+_QUERIES, _DOCUMENTS = 8, 32
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """
+    Attributes:
+        kind: "vectors" or "scores".
+        texts: sha256 of the texts, in order.
+        dtypes: that the weights are stored in, and that the model ran in.
+        ids: token ids of each text, or of each pair.
+        values: [texts, dimension], or [queries, documents] of shown scores (of the first label).
+    """
+
+    name: str
+    kind: str
+    texts: str
+    stored: str
+    ran: str
+    ids: list[list[int]]
+    values: NDArray[np.float64]
+
+
+def digest(texts: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(list(texts), ensure_ascii=False).encode()).hexdigest()
+
+
+def answers_of(path: Path, texts: Sequence[str], *, device: str = "cpu", dtype: str | None = None) -> Answers:
+    """Run a folder.
+
+    Raises:
+        CheckpointError: a folder that cannot be loaded, has no tokenizer.json, or is of a kind that is not compared.
+    """
+    import torch
+
+    from rose.convert import load_model
+
+    folder = read_model_folder(path)
+    if folder.contextual:
+        raise CheckpointError(f"{path} embeds chunks of documents, which is not compared here")
+    model = load_model(folder, device, None if dtype is None else getattr(torch, dtype))
+    ran = next(iter(model.backbone.parameters())).dtype  # type: ignore[attr-defined]
+    scores = folder.reranker is not None
+    ids, types, shape = _pairs(folder, texts) if scores else (_singles(folder, texts), None, (len(texts), -1))
+    empty = next((i for i, own in enumerate(ids) if not own), None)
+    if empty is not None:
+        raise InvalidInput(f"{path}: text {empty} has no tokens: {texts[empty]!r}")
+    rows = list(_run(model, ids, types, torch.device(device), ran))
+    values = np.concatenate(rows)
+    if scores:
+        values = values[:, 0]
+        if folder.reranker is not None and folder.reranker.activation == "sigmoid":
+            values = 1 / (1 + np.exp(-values))
+    return Answers(
+        name=str(path),
+        kind="scores" if scores else "vectors",
+        texts=digest(texts),
+        stored=folder.architecture.dtype,
+        ran=str(ran).removeprefix("torch."),
+        ids=ids,
+        values=values.reshape(shape),
+    )
+
+
+def save_golden(answers: Answers, path: Path) -> None:
+    """An .npz that `load_golden` reads, without pickled objects in it."""
+    about = {name: getattr(answers, name) for name in ("name", "kind", "texts", "stored", "ran")} | {"format": _VERSION}
+    flat = np.array([i for own in answers.ids for i in own], dtype=np.int64)
+    lengths = np.array([len(own) for own in answers.ids], dtype=np.int64)
+    with path.open("wb") as file:
+        np.savez(file, about=np.array(json.dumps(about)), ids=flat, lengths=lengths, values=answers.values)
+
+
+def load_golden(path: Path) -> Answers:
+    """
+    Raises:
+        InvalidInput: no golden file, or a damaged one.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            about = json.loads(str(file["about"]))
+            if about.pop("format") != _VERSION:
+                raise InvalidInput(f"{path} is a golden file of another format")
+            ids = [own.tolist() for own in np.split(file["ids"], np.cumsum(file["lengths"])[:-1])]
+            return Answers(**about, ids=ids, values=file["values"])
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise InvalidInput(f"{path} is no golden file: {error}") from error
+
+
+def _singles(folder: ModelFolder, texts: Sequence[str]) -> list[list[int]]:
+    """With the default prompt, cut at the model's limit."""
+    tokenizer = _tokenizer(folder)
+    tokenizer.enable_truncation(folder.max_tokens)
+    prompt = folder.prompts[folder.default_prompt_name] if folder.default_prompt_name else ""
+    texts = [prompt + text for text in texts]
+    if folder.do_lower_case:
+        texts = [text.lower() for text in texts]
+    return [encoding.ids for encoding in tokenizer.encode_batch(texts)]
+
+
+def _pairs(
+    folder: ModelFolder, texts: Sequence[str]
+) -> tuple[list[list[int]], list[list[int]] | None, tuple[int, int]]:
+    """(ids, token types, [queries, documents]): the first texts against the first, long pairs cut at the end."""
+    reranker, tokenizer = folder.reranker, _tokenizer(folder)
+    assert reranker is not None
+    queries, documents = texts[:_QUERIES], texts[:_DOCUMENTS]
+    pairs = [(query, document) for query in queries for document in documents]
+    shape = (len(queries), len(documents))
+    if reranker.form == "pair":
+        tokenizer.enable_truncation(folder.max_tokens)
+        encodings = tokenizer.encode_batch(pairs)
+        types = [e.type_ids for e in encodings] if folder.architecture.type_vocab_size > 1 else None
+        return [e.ids for e in encodings], types, shape
+    prefix, suffix = (tokenizer.encode(t, add_special_tokens=False).ids for t in (reranker.prefix, reranker.suffix))
+    room = folder.max_tokens - len(prefix) - len(suffix)
+    bodies = [tokenizer.encode(reranker.body(*pair), add_special_tokens=False).ids[:room] for pair in pairs]
+    return [[*prefix, *body, *suffix] for body in bodies], None, shape
+
+
+def _tokenizer(folder: ModelFolder) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    path = folder.backbone_path / "tokenizer.json"
+    if not path.exists():
+        raise CheckpointError(f"{path} is missing")
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _run(
+    model: ServedModel,
+    ids: list[list[int]],
+    types: list[list[int]] | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Iterator[NDArray[np.float64]]:
+    """The default output of each batch, in the order of the texts."""
+    import torch
+
+    from rose.attention_backends import load_backend
+    from rose.batch import Batch
+
+    backend = load_backend("torch_sdpa", model.attention_spec(device, dtype))
+    for start, stop in _batches([len(own) for own in ids]):
+        batch = Batch.pack(ids[start:stop], device)
+        if types is not None:
+            flat = [i for own in types[start:stop] for i in own]
+            batch.type_ids = torch.tensor(flat, dtype=torch.int32, device=device)
+        batch.attention = backend.plan(batch)
+        yield model(batch, [model.default_output])[model.default_output].double().cpu().numpy()
+
+
+def _batches(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    start, tokens = 0, 0
+    for at, length in enumerate(lengths):
+        if at > start and tokens + length > _TOKENS:
+            yield start, at
+            start, tokens = at, 0
+        tokens += length
+    yield start, len(lengths)
