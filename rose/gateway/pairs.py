@@ -1,8 +1,9 @@
 """A query and a document as the one sequence that a cross-encoder scores: the tokenizer's own pair, or a template.
 
-Texts cannot leave their place: control tokens written in them are taken apart into ordinary pieces, in a template
-always. What is too long is refused, or the document is cut; the query, the special tokens and the template never are.
-Knows text and ids; knows neither replicas nor scores.
+Texts cannot forge special tokens: those written in them are taken apart into ordinary pieces, in a template always. A
+template's field names in plain text ("<Document>: ") are ordinary text wherever they stand, as with its authors. What
+is too long is refused, or the document is cut; the query, the special tokens and the template never are. Knows text and
+ids; knows neither replicas nor scores.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ _DOCUMENTS = {"type": "array", "minItems": 1, "items": {"anyOf": [_TEXT, _TEXT_O
 _TEXT_OR_TEXTS = {"anyOf": [_TEXT, {"type": "array", "minItems": 1, "items": _TEXT}]}
 _RAW = (
     "true: the model's logits. false: their sigmoid (with a label: its probability). null: what the model's own files "
-    "apply, which is the sigmoid unless they say otherwise. Vectors that are compared have no logits."
+    "apply, which is the sigmoid for one label unless they say otherwise. All of that is about method cross: scores of "
+    "texts that are compared are no logits, and stay as they are whatever is sent; activation is then none."
 )
 
 

@@ -7,8 +7,9 @@
     colbert  mean over the query's token vectors of the best dot product with any of the document's
     combined weighted mean of dense, sparse and colbert
 
-All in float64 from float32 input: a softmax or sigmoid in less ties documents that are not equal. Knows arrays; knows
-neither texts nor requests.
+From float32 input and, but for the products of token vectors, in float64: a softmax or sigmoid in less ties documents
+that are not equal, while those products are most of the work and are unit vectors' (the error is below 1e-6). Knows
+arrays; knows neither texts nor requests.
 """
 
 from __future__ import annotations

@@ -82,8 +82,9 @@ def test_each_method_is_its_formula(live, tokenizer, method):
     assert list(live.engines[0].seen[-1].outputs) == [method]
     paired = live.client.post("/v1/score", json={"text_1": QUERY, "text_2": DOCUMENTS, "method": method}).json()
     assert [one["score"] for one in paired["data"]] == pytest.approx(expected, abs=1e-6)
-    raw = rerank(live, method=method, raw_scores=True)
-    assert scores(raw) == scores(answer)
+    for raw_scores in (True, False):
+        raw = rerank(live, method=method, raw_scores=raw_scores)
+        assert (scores(raw), raw["activation"]) == (scores(answer), "none")
 
 
 def test_the_sparse_formula_has_something_to_add_up(tokenizer):
