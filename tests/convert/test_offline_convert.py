@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from torch.nn.functional import cosine_similarity
 
@@ -121,8 +123,6 @@ def test_defaults_and_their_sources_are_in_the_table_and_the_record(tmp_path):
     assert said["tied weights"] == ("yes", "config.json: tie_word_embeddings")
     assert said["max tokens"] == ("256", "config.json: the position range")
     assert said["default prompt"] == ("query", "the flag --default-prompt")
-    import hashlib
-
     digest = hashlib.sha256((source / "model.safetensors").read_bytes()).hexdigest()
     assert record["source"]["sha256"][str(source / "model.safetensors")] == digest
     assert read_model_folder(target).prompts == {"query": "q: "}
@@ -220,6 +220,19 @@ def test_yes_and_no_become_one_row(tmp_path, tied, logit_score):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
+def test_another_prompt_is_replaced_when_the_flag_says_so(tmp_path):
+    source = tiny_qwen3_reranker(tmp_path / "a")
+    template = source / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<Query>: ", "<Question>: "))
+    with pytest.raises(CheckpointError, match="--rerank-template qwen3 writes that one anyway"):
+        converted(source, tmp_path / "b", to="reranker")
+    target = converted(source, tmp_path / "b", to="reranker", template="qwen3")
+    before = score(load_reranker(source, template="qwen3"), PAIRS)
+    torch.testing.assert_close(score(load_reranker(target), PAIRS), before, rtol=0, atol=1e-4)
+    theirs = CrossEncoder(str(target), device="cpu", activation_fn=torch.nn.Identity()).predict(PAIRS, batch_size=1)
+    torch.testing.assert_close(torch.from_numpy(theirs).reshape(-1, 1), before, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("make", [tiny_cross_encoder_bert, tiny_cross_encoder_xlmr, tiny_qwen3_classifier])
 def test_classifiers_stay_what_they_are(tmp_path, make):
     source = make(tmp_path / "a")
@@ -302,6 +315,51 @@ def test_a_value_that_does_not_fit_the_dtype_is_named(tmp_path):
     tiny_bert(source, extra=tensors)
     with pytest.raises(CheckpointError, match=r"encoder\.layer\.1\.output\.dense\.bias holds values .* as F16"):
         converted(source, tmp_path / "b", dtype="float16")
+
+
+@pytest.mark.parametrize("values", [[float("nan")], [float("inf"), float("-inf")]])
+def test_a_value_that_is_not_finite_is_named(tmp_path, values):
+    source = tiny_qwen3(tmp_path / "a")
+    tensors = load_file(source / "model.safetensors")
+    tensors["layers.1.mlp.up_proj.weight"][3, : len(values)] = torch.tensor(values)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight holds values that are not finite as F32"
+    ):
+        converted(source, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_target_that_cannot_be_replaced_is_kept(tmp_path, monkeypatch):
+    source = tiny_bert(tmp_path / "a")
+    target = converted(source, tmp_path / "b")
+    (target / "mine.txt").write_text("kept")
+    rename = Path.rename
+
+    def fail(self, to):
+        if ".partial-" in self.name:
+            raise OSError(5, "Input/output error")
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        converted(source, target, force=True)
+    assert (target / "mine.txt").read_text() == "kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "pickle with code"])
+def test_damaged_weights_are_refused(tmp_path, damage):
+    source = tiny_bert(tmp_path / "a")
+    weights = source / "model.safetensors"
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    else:
+        weights.unlink()
+        torch.save({"layer": print}, source / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        converted(source, tmp_path / "b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
 
 
 def test_a_promised_end_token_that_is_not_added_is_said(tmp_path):

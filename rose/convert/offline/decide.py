@@ -96,7 +96,7 @@ def decide(source: Source, wishes: Wishes, weights: FolderWeights) -> Plan:
     if parts is not None:
         files |= parts.files
     if reranker is not None:
-        files |= reranker_files(source, reranker, config, limit)
+        files |= reranker_files(source, reranker, config, limit, asked=wishes.template == "qwen3")
     else:
         files["sentence_bert_config.json"] = {"max_seq_length": limit, "do_lower_case": _lowers(source)}
     choices = (

@@ -39,9 +39,13 @@ def reranker_choices(reranker: RerankerConfig | None, tensors: Tensors) -> tuple
 
 
 def reranker_files(
-    source: Source, reranker: RerankerConfig, config: dict[str, Any], max_tokens: int
+    source: Source, reranker: RerankerConfig, config: dict[str, Any], max_tokens: int, *, asked: bool
 ) -> Mapping[str, Any]:
-    """Files besides config.json, which is completed in place: one label and its activation."""
+    """Files besides config.json, which is completed in place: one label and its activation.
+
+    Args:
+        asked: the prompt was settled by a flag.
+    """
     activation = _ACTIVATIONS[reranker.activation]
     if reranker.head == "yes_no":
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "pad_token_id": _pad(source, config)}
@@ -66,7 +70,8 @@ def reranker_files(
             "module_output_name": "scores",
         },
     }
-    if QWEN3_PREFIX.splitlines()[1].split(" Note")[0] not in TokenizerFiles(source.tokenizer).chat_template:
+    # Without the flag, a template about pairs was found to be this prompt; with it, its own counts for nothing.
+    if asked or QWEN3_PREFIX.splitlines()[1].split(" Note")[0] not in TokenizerFiles(source.tokenizer).chat_template:
         files["chat_template.jinja"] = _template()
     return files
 

@@ -95,12 +95,26 @@ def _whole_or_nothing(target: Path) -> Iterator[Path]:
         old = target.parent / f".{target.name}.replaced-{os.getpid()}"
         if target.exists():
             target.rename(old)
-        folder.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+        try:
+            folder.rename(target)
+        except OSError:
+            if old.exists():
+                old.rename(target)
+            raise
+        if old.exists():
+            _remove(old)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """A folder, or a file or link that stood in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink()
 
 
 def _tensor(plan: Plan, weights: Weights, slot: Slot) -> Tensor:
@@ -109,8 +123,8 @@ def _tensor(plan: Plan, weights: Weights, slot: Slot) -> Tensor:
         return _score_row(plan, weights)
     tensor = weights.read(plan.tensors.sources[name])
     value = tensor.to(DTYPES[slot.dtype])
-    # As when loading: one sum first, a mask of the same size only where that is not finite.
-    if not bool(value.abs().sum(dtype=torch.float32).isfinite()) and not bool(value.isfinite().all()):
+    # A sum with infinity or NaN in it is one of them, whatever the signs: one pass, and a mask only where it is so.
+    if not bool(value.sum(dtype=torch.float32).isfinite()) and not bool(value.isfinite().all()):
         raise CheckpointError(f"{plan.tensors.sources[name]} holds values that are not finite as {slot.dtype}")
     return value
 
