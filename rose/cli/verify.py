@@ -51,7 +51,7 @@ def _verify(options: argparse.Namespace) -> int:
     if options.b is None and options.save_golden is None:
         raise InvalidInput("name B, or keep A's answers with --save-golden")
     texts = _texts(options)
-    a = _answers(options.a, texts, options, dtype=None)
+    a = _answers(options.a, texts, options, dtype="float32")
     if options.save_golden is not None:
         save_golden(a, options.save_golden)
     if options.b is None:
