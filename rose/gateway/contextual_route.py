@@ -5,7 +5,6 @@ Knows the JSON that goes in and out; knows neither text processing nor replicas.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from itertools import pairwise
 from typing import Any
@@ -18,10 +17,10 @@ from rose.gateway.contextual import ContextualAnswer, ContextualJob, ContextualS
 from rose.gateway.embedding_request import PRIORITIES, check_form_dimensions
 from rose.gateway.forms import Form, vector_form
 from rose.gateway.inputs import FIELD, kind_of_value
-from rose.gateway.json_body import TIMEOUT_HEADER, read_body, timeout_s
+from rose.gateway.json_body import read_body
 from rose.gateway.metrics import Metrics
 from rose.gateway.schemas_context import ContextualRequest
-from rose.gateway.timing import server_timing
+from rose.gateway.timing import deadline_of, server_timing
 from rose.gateway.vectors import joined, value_list
 from rose.proto import rose_pb2 as pb
 
@@ -40,7 +39,7 @@ class ContextualRoute:
     async def __call__(self, call: Call, body: bytes) -> Reply:
         """Raises RoseError for everything that is not an answer."""
         config = self._service.service.config
-        deadline = asyncio.get_running_loop().time() + timeout_s(call.header(TIMEOUT_HEADER), config.default_timeout_s)
+        deadline = deadline_of(call, config.default_timeout_s)
         request = await read_body(_decoder, body, config.max_request_tokens)
         card = self._service.service.card_for(request.model)
         self._service.check_served(card)

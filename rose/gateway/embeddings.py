@@ -5,7 +5,6 @@ Knows the answer's JSON and headers; knows neither text processing nor replicas.
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import msgspec
@@ -13,11 +12,11 @@ import msgspec
 from rose.gateway.asgi import Call, Reply
 from rose.gateway.embedding_request import Plan, decoder, make_plan
 from rose.gateway.forms import cut_rows
-from rose.gateway.json_body import TIMEOUT_HEADER, off_loop, read_body, timeout_s
+from rose.gateway.json_body import off_loop, read_body
 from rose.gateway.metrics import Metrics
 from rose.gateway.named_outputs import named_list
 from rose.gateway.service import Embedded, EmbedService
-from rose.gateway.timing import server_timing
+from rose.gateway.timing import deadline_of, server_timing
 from rose.gateway.vectors import embedding_list, joined
 from rose.proto import rose_pb2 as pb
 
@@ -34,7 +33,7 @@ class EmbeddingsRoute:
     async def __call__(self, call: Call, body: bytes) -> Reply:
         """Raises RoseError for everything that is not an answer."""
         config = self._service.config
-        deadline = asyncio.get_running_loop().time() + timeout_s(call.header(TIMEOUT_HEADER), config.default_timeout_s)
+        deadline = deadline_of(call, config.default_timeout_s)
         request = await read_body(decoder, body, config.max_request_tokens)
         card = self._service.card_for(request.model)
         limits = (config.max_items, config.max_request_tokens)

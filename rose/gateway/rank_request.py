@@ -10,14 +10,13 @@ from typing import Any
 import msgspec
 
 from rose.errors import InvalidInput, PayloadTooLarge
+from rose.gateway.embedding_request import PRIORITIES
 from rose.gateway.inputs import kind_of_value, show
 from rose.gateway.rank_job import RankJob
 from rose.gateway.schemas_rank import PairFields, RerankRequest, ScoreRequest
-from rose.proto import rose_pb2 as pb
 
 rerank_decoder = msgspec.json.Decoder(RerankRequest)
 score_decoder = msgspec.json.Decoder(ScoreRequest)
-PRIORITIES: dict[str | None, pb.Priority.ValueType] = {None: pb.ONLINE, "online": pb.ONLINE, "bulk": pb.BULK}
 
 
 def rerank_job(request: RerankRequest, max_items: int, deadline: float) -> RankJob:

@@ -5,13 +5,12 @@ Knows the answers' JSON and headers; knows neither text processing nor replicas.
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import msgspec
 
 from rose.gateway.asgi import Call, Reply
-from rose.gateway.json_body import TIMEOUT_HEADER, read_body, timeout_s
+from rose.gateway.json_body import read_body
 from rose.gateway.metrics import Metrics
 from rose.gateway.rank_job import Ranked, RankJob
 from rose.gateway.rank_request import rerank_decoder, rerank_job, score_decoder, score_job
@@ -27,7 +26,7 @@ from rose.gateway.schemas_rank import (
     ScoreResponse,
     TokenCount,
 )
-from rose.gateway.timing import server_timing
+from rose.gateway.timing import deadline_of, server_timing
 from rose.proto import rose_pb2 as pb
 
 _encode = msgspec.json.Encoder().encode
@@ -43,7 +42,7 @@ class RerankRoute:
     async def __call__(self, call: Call, body: bytes) -> Reply:
         """Raises RoseError for everything that is not an answer."""
         config = self._service.service.config
-        deadline = asyncio.get_running_loop().time() + timeout_s(call.header(TIMEOUT_HEADER), config.default_timeout_s)
+        deadline = deadline_of(call, config.default_timeout_s)
         request = await read_body(rerank_decoder, body, config.max_request_tokens)
         card = self._service.service.card_for(request.model)
         job = rerank_job(request, config.max_items, deadline)
@@ -63,7 +62,7 @@ class ScoreRoute:
     async def __call__(self, call: Call, body: bytes) -> Reply:
         """Raises RoseError for everything that is not an answer."""
         config = self._service.service.config
-        deadline = asyncio.get_running_loop().time() + timeout_s(call.header(TIMEOUT_HEADER), config.default_timeout_s)
+        deadline = deadline_of(call, config.default_timeout_s)
         request = await read_body(score_decoder, body, config.max_request_tokens)
         card = self._service.service.card_for(request.model)
         ranked = await call.unless_gone(self._service.rank(card, score_job(request, config.max_items, deadline)))

@@ -1,12 +1,20 @@
-"""Where a request's time went, as the Server-Timing header: what browsers and proxies already show.
+"""How long a request may take, and where its time went, as the Server-Timing header: what browsers and proxies show.
 
 Knows stages and milliseconds; knows no route.
 """
 
 from __future__ import annotations
 
+import asyncio
+
 from rose.client import Timing
 from rose.gateway.asgi import Call, Headers
+from rose.gateway.json_body import TIMEOUT_HEADER, timeout_s
+
+
+def deadline_of(call: Call, default_s: float) -> float:
+    """loop.time() after which the caller wants no answer. Raises InvalidInput for a header that says no time."""
+    return asyncio.get_running_loop().time() + timeout_s(call.header(TIMEOUT_HEADER), default_s)
 
 
 def server_timing(call: Call, tokenize_s: float, timing: Timing, encode_s: float) -> Headers:
