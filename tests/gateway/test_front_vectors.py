@@ -229,19 +229,24 @@ def test_token_vectors_of_many_texts_do_not_stop_the_loop():
     result = EmbedResult({"colbert": rows}, splits, items * tokens, Timing(0.0, 0.0, 1))
     done = Embedded(result, None, [np.zeros(tokens, dtype=np.int32)] * items, items * tokens, 0.0)
     named = Named(("colbert",), "dense", vector_form(PLAIN, None, None), "ids")
-    work = named_list(pb.ModelCard(outputs=[card]), named, done, None)
-    started = time.perf_counter()
-    text, silence = asyncio.run(_longest_silence(work))
-    took = time.perf_counter() - started
+    shares = []
+    for _ in range(5):
+        started = time.perf_counter()
+        text, silence = asyncio.run(_longest_silence(named_list(pb.ModelCard(outputs=[card]), named, done, None)))
+        shares.append(silence / (time.perf_counter() - started))
     read = json.loads(b"[" + text + b"]")
     assert [item["index"] for item in read] == list(range(items))
     assert np.array_equal(np.array([item["colbert"] for item in read], dtype=np.float32).reshape(-1, width), rows)
-    assert silence < took / 3, (silence, took)
+    # Made on the loop, it is silent all the time; a busy neighbour lengthens a pause in some of the rounds only.
+    assert min(shares) < 0.5, shares
 
 
 def test_joining_large_pieces_leaves_the_loop_to_others():
     pieces = [b"x" * (1 << 20)] * 64
-    whole, silence = asyncio.run(_longest_silence(joined(pieces)))
+    silences = []
+    for _ in range(5):
+        whole, silence = asyncio.run(_longest_silence(joined(pieces)))
+        silences.append(silence)
     assert whole == b",".join(pieces)
     assert asyncio.run(joined([b"a", b"b"], b"")) == b"ab"
-    assert silence < 0.25
+    assert min(silences) < 0.25
