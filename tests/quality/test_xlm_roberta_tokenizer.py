@@ -99,10 +99,13 @@ def test_ids_are_those_of_transformers(tokenizer, samples, xlm_roberta_folder):
 def test_time_grows_as_the_text_does(tokenizer, kind):
     """Report C52 (transformers#25873): a text of twice the length takes less than 2.5 times as long, from 10,000 to
     640,000 characters; where time grows with the square it takes four times as long. Time of this process, the least
-    of three, since a busy machine stretches even that."""
+    of three, and the best of three such rounds, since a busy machine stretches even that."""
     shortest, longest, doublings = 10_000, 640_000, 6
-    times = [min(timed(tokenizer, kind, length) for _ in range(3)) for length in (shortest, longest)]
-    assert (times[1] / times[0]) ** (1 / doublings) < 2.5, times
+    growth = []
+    while len(growth) < 3 and min(growth, default=4.0) >= 2.5:
+        times = [min(timed(tokenizer, kind, length) for _ in range(3)) for length in (shortest, longest)]
+        growth.append((times[1] / times[0]) ** (1 / doublings))
+    assert min(growth) < 2.5, growth
 
 
 def timed(tokenizer, kind: str, length: int) -> float:
