@@ -26,7 +26,7 @@ from rose.bench import loads
 from rose.bench.drivers import Driver, EngineDriver, GrpcDriver, HttpDriver, LinkDriver
 from rose.bench.machine import commit, cpu_model
 from rose.bench.processes import served
-from rose.bench.records import Facts, Row, write_rows
+from rose.bench.records import Facts, write_rows
 from rose.bench.reference import Reference
 from rose.bench.shapes import SHAPES, build_checkpoint
 from rose.config import EngineConfig, ModelFolder, read_model_folder
@@ -65,7 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(load_name: str, arguments: argparse.Namespace, command: str) -> int:
-    """Run the loads of one name, or of both ("all"); returns the exit status: 1 if a load failed."""
+    """Run the loads of one name, or of both ("all"); returns the exit status: 1 if a load failed.
+
+    Raises:
+        DisagreementError: a load's answers are not the reference's; nothing further is run.
+    """
     wanted = [
         loads.Load(load.name, load.tokens, load.batch, arguments.n or load.n)
         for load in (*loads.LATENCY, *loads.SCORING)
@@ -113,6 +117,8 @@ def _run_model(
                     backend=backends[load.tokens, load.batch],
                     seconds_at_most=arguments.seconds,
                 )
+            except loads.DisagreementError:
+                raise  # wrong answers are not timed, nor anything else of a model that gives them
             except Exception:  # noqa: BLE001  one load that cannot be served must not cost the others
                 failed += 1
                 print(f"{name} {load.batch} x {load.tokens} via {driver.via} failed, no row:\n{traceback.format_exc()}")
@@ -195,18 +201,6 @@ def _machine(device: torch.device) -> str:
             f"1 x {torch.cuda.get_device_name(device)}, torch {torch.__version__}, Python {platform.python_version()}"
         )
     return f"{cpu_model()}, torch {torch.__version__}"
-
-
-def rows_table(rows: Sequence[Row]) -> str:
-    """Markdown table of rows."""
-    head = (
-        "| model | load | via | backend | p50 ms | p99 ms | per s | graph hits |\n|---|---|---|---|---|---|---|---|\n"
-    )
-    return head + "".join(
-        f"| {r.model} | {r.batch} × {r.tokens} | {r.via} | {r.backend} "
-        f"| {r.p50_ms:.3f} | {r.p99_ms:.3f} | {r.per_s:.0f} | {r.graph_hit_share:.0%} |\n"
-        for r in rows
-    )
 
 
 def _standalone() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rose.bench import loads, plots, records
+from rose.bench import gpu_loads, loads, plots, records
 from rose.bench.drivers import EngineDriver
 from rose.bench.reference import Reference, cosines
 from rose.bench.shapes import SHAPES, build_checkpoint
@@ -121,3 +122,29 @@ def test_pictures(tmp_path: Path) -> None:
     assert path.name == "latency_bge-m3.svg"
     assert path.read_text().lstrip().startswith("<?xml")
     assert path.stat().st_size > 10_000  # lines, markers and legend were drawn
+
+
+def run_all(tmp_path: Path) -> int:
+    parser = argparse.ArgumentParser()
+    gpu_loads.add_arguments(parser)
+    model = ["--model", "tiny-bert", "--via", "engine", "--tokens", "128", "--n", "2", "--folders", str(tmp_path)]
+    arguments = parser.parse_args([*model, "--out", str(tmp_path / "rows.jsonl")])
+    return gpu_loads.main("latency", arguments, f"x --out {arguments.out}")
+
+
+def test_a_disagreement_ends_the_run_and_another_failure_only_its_load(tmp_path, monkeypatch):
+    assert run_all(tmp_path) == 0
+    (found,) = records.read_rows(tmp_path / "rows.jsonl")
+    assert (found.model, found.tokens, found.command) == ("tiny-bert", 128, "x --out rows.jsonl")
+
+    def fail(*_args, **_options):
+        raise RuntimeError("no kernel for this load")
+
+    def disagree(*_args, **_options):
+        raise loads.DisagreementError("cosine 0.5")
+
+    monkeypatch.setattr(loads, "check", fail)
+    assert run_all(tmp_path) == 1
+    monkeypatch.setattr(loads, "check", disagree)
+    with pytest.raises(loads.DisagreementError):
+        run_all(tmp_path)
