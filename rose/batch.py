@@ -33,6 +33,46 @@ class AttentionPlan(Protocol):
 
 
 @dataclass(slots=True)
+class PagedContext:
+    """Where the sequences of a batch keep what later batches of theirs will read: pages of keys and values, and rows of
+    recurrent state.
+
+    Row `page * page_size + offset` of a layer's cache holds one token. Page 0 and state row 0 belong to nobody: dummy
+    sequences write there.
+
+    Attributes:
+        page_table: [B, M] int32: pages of each sequence, in the order of its tokens; entries beyond them are 0.
+        kv_lengths: [B] int32: tokens of each sequence in the cache once this batch is stored, its own included. A
+            sequence whose kv_length equals its tokens in this batch starts here.
+        slots: [T] int32: row of the cache each token of the batch is stored in.
+        page_size: tokens a page.
+        max_kv_length: upper bound of kv_lengths on the host; inside a graph the bucket's bound.
+        decodes: leading sequences of the batch that have exactly one token each; the others are chunks of prompts.
+        states: [B] int32: row of each sequence in the pools of recurrent state; None where the model has none.
+    """
+
+    page_table: Tensor
+    kv_lengths: Tensor
+    slots: Tensor
+    page_size: int
+    max_kv_length: int
+    decodes: int
+    states: Tensor | None = None
+
+
+class RecurrentStates(Protocol):
+    """Pools of recurrent state, a row a running sequence, read and written by layers that keep one."""
+
+    def conv(self, layer: int) -> Tensor:
+        """[rows, channels, kernel - 1]: the latest inputs of a layer's causal convolution, oldest first."""
+        ...
+
+    def recurrent(self, layer: int) -> Tensor:
+        """[rows, value heads, key dim, value dim] fp32."""
+        ...
+
+
+@dataclass(slots=True)
 class Batch:
     """Packed token sequences.
 
@@ -49,6 +89,8 @@ class Batch:
         key: the graph key this batch is padded to, or None for a batch that no graph will ever replay. All batches of
             one key have the same tokens, sequences, max_length and buffers, and plans of that key reuse one set of
             device memory (a later plan replaces the earlier one in stream order).
+        paged: where generating sequences keep their cache; None where every sequence is whole in this batch.
+        states: pools of recurrent state beside it; None for models without, and where sequences are whole.
     """
 
     ids: Tensor
@@ -60,6 +102,8 @@ class Batch:
     spans: Tensor | None = None
     attention: AttentionPlan | None = field(default=None, repr=False)
     key: Hashable | None = None
+    paged: PagedContext | None = None
+    states: RecurrentStates | None = field(default=None, repr=False)
 
     @property
     def num_tokens(self) -> int:

@@ -67,6 +67,57 @@ class ServedModel(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentSpec:
+    """Recurrent state of one sequence, a layer that keeps some.
+
+    Attributes:
+        layers: indices of these layers.
+        conv_channels, conv_width: of the causal convolution's latest inputs, [conv_channels, conv_width - 1].
+        value_heads, key_dim, value_dim: of the state, [value_heads, key_dim, value_dim] fp32.
+    """
+
+    layers: tuple[int, ...]
+    conv_channels: int
+    conv_width: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class GenerativeModel(Protocol):
+    """A causal backbone with its language-model head, ready to run.
+
+    Attributes:
+        vocab_size: rows of the head; token ids of requests lie below it.
+        kv_layers: indices of the layers that keep keys and values.
+        recurrent: what the other layers keep, or None where there are none.
+        max_tokens: longest sequence, prompt and new tokens together.
+    """
+
+    vocab_size: int
+    num_layers: int
+    kv_layers: tuple[int, ...]
+    recurrent: RecurrentSpec | None
+    max_tokens: int
+
+    def attention_spec(self, device: torch.device, dtype: torch.dtype) -> AttentionSpec:
+        """With layout "paged"."""
+        ...
+
+    def __call__(self, batch: Batch, rows: Tensor) -> Tensor:
+        """Run the forward, and the head for some rows only.
+
+        Args:
+            batch: with `attention` and `paged` set.
+            rows: [S] int32, rows of the packed axis whose next token is wanted.
+
+        Returns:
+            logits [S, vocab_size] fp32.
+        """
+        ...
+
+
 def attention_spec(folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> AttentionSpec:
     """What every layer of the folder's backbone asks of attention."""
     architecture = folder.architecture

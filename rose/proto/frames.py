@@ -10,9 +10,10 @@ Header, 20 bytes, little-endian:
     8       8     request id, chosen by the client, unique among its open requests on this connection, not 0
     16      4     relative deadline in milliseconds from receipt (0: none); zero in answers
 
-A client sends EMBED, INFO and STATS, and CANCEL with the id of an open request (empty payload, never answered itself:
-the request it names is answered by ERROR of kind `cancelled`). A server answers each request exactly once:
-EMBED_RESULT, INFO_RESULT, STATS_RESULT or ERROR (payload `Error`). ERROR with request id 0 concerns the connection,
+A client sends EMBED, GENERATE, INFO and STATS, and CANCEL with the id of an open request (empty payload, never answered
+itself: the request it names is answered by ERROR of kind `cancelled`). A server answers each request exactly once:
+EMBED_RESULT, INFO_RESULT, STATS_RESULT or ERROR (payload `Error`). GENERATE is answered by any number of GENERATE_CHUNK
+frames, of which the last states its finish, or by ERROR at any point. ERROR with request id 0 concerns the connection,
 which is then closed. docs/light_link.md tells the whole protocol.
 """
 
@@ -38,9 +39,11 @@ class FrameType(IntEnum):
     INFO = 2
     CANCEL = 3
     STATS = 4
+    GENERATE = 5
     EMBED_RESULT = 129
     INFO_RESULT = 130
     STATS_RESULT = 131
+    GENERATE_CHUNK = 132
     ERROR = 255
 
 

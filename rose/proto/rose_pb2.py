@@ -4,84 +4,105 @@
 # source: rose/proto/rose.proto
 # Protobuf Python Version: 6.31.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
-_runtime_version.ValidateProtobufRuntimeVersion(_runtime_version.Domain.PUBLIC, 6, 31, 1, "", "rose/proto/rose.proto")
+_runtime_version.ValidateProtobufRuntimeVersion(
+    _runtime_version.Domain.PUBLIC,
+    6,
+    31,
+    1,
+    '',
+    'rose/proto/rose.proto'
+)
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x15rose/proto/rose.proto\x12\x07rose.v1"D\n\x06Tensor\x12\x1d\n\x05\x64type\x18\x01 \x01(\x0e\x32\x0e.rose.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c"&\n\x06Tokens\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\x12\x0f\n\x07lengths\x18\x02 \x03(\r"\x16\n\x05Texts\x12\r\n\x05items\x18\x01 \x03(\t"\xfd\x01\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12!\n\x06tokens\x18\x02 \x01(\x0b\x32\x0f.rose.v1.TokensH\x00\x12\x1f\n\x05texts\x18\x03 \x01(\x0b\x32\x0e.rose.v1.TextsH\x00\x12\x0f\n\x07outputs\x18\x04 \x03(\t\x12\x12\n\ndimensions\x18\x05 \x01(\r\x12#\n\x08priority\x18\x06 \x01(\x0e\x32\x11.rose.v1.Priority\x12\x13\n\x0bprompt_name\x18\x07 \x01(\t\x12\x13\n\x0btoken_types\x18\x08 \x01(\x0c\x12\x1d\n\x05spans\x18\t \x01(\x0b\x32\x0e.rose.v1.SpansB\x07\n\x05input"\'\n\x05Spans\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\r\x12\x0e\n\x06\x62ounds\x18\x02 \x01(\x0c"G\n\x06Output\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1f\n\x06values\x18\x02 \x01(\x0b\x32\x0f.rose.v1.Tensor\x12\x0e\n\x06splits\x18\x03 \x03(\r"?\n\x06Timing\x12\x10\n\x08queue_us\x18\x01 \x01(\r\x12\x12\n\ncompute_us\x18\x02 \x01(\r\x12\x0f\n\x07\x62\x61tches\x18\x03 \x01(\r"i\n\rEmbedResponse\x12 \n\x07outputs\x18\x01 \x03(\x0b\x32\x0f.rose.v1.Output\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x1f\n\x06timing\x18\x03 \x01(\x0b\x32\x0f.rose.v1.Timing"\r\n\x0bInfoRequest"\xbb\x01\n\nOutputCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1d\n\x05\x64type\x18\x02 \x01(\x0e\x32\x0e.rose.v1.DType\x12\x11\n\tdimension\x18\x03 \x01(\r\x12\x11\n\tper_token\x18\x04 \x01(\x08\x12\x12\n\nnormalized\x18\x05 \x01(\x08\x12\x13\n\x0bunavailable\x18\x06 \x01(\t\x12\x0c\n\x04kind\x18\x07 \x01(\t\x12\x13\n\x0bskip_tokens\x18\x08 \x01(\r\x12\x0e\n\x06labels\x18\t \x03(\t"\xb7\x01\n\rRerankRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05query\x18\x02 \x01(\t\x12\x11\n\tdocuments\x18\x03 \x03(\t\x12\r\n\x05top_n\x18\x04 \x01(\r\x12\x12\n\nraw_scores\x18\x05 \x01(\x08\x12\x13\n\x0binstruction\x18\x06 \x01(\t\x12\x18\n\x10return_documents\x18\x07 \x01(\x08\x12#\n\x08priority\x18\x08 \x01(\x0e\x32\x11.rose.v1.Priority"J\n\x0eRankedDocument\x12\r\n\x05index\x18\x01 \x01(\r\x12\x17\n\x0frelevance_score\x18\x02 \x01(\x01\x12\x10\n\x08\x64ocument\x18\x03 \x01(\t"r\n\x0eRerankResponse\x12(\n\x07results\x18\x01 \x03(\x0b\x32\x17.rose.v1.RankedDocument\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x1f\n\x06timing\x18\x03 \x01(\x0b\x32\x0f.rose.v1.Timing"&\n\x04Pair\x12\x0e\n\x06text_1\x18\x01 \x01(\t\x12\x0e\n\x06text_2\x18\x02 \x01(\t"\x89\x01\n\x0cScoreRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1c\n\x05pairs\x18\x02 \x03(\x0b\x32\r.rose.v1.Pair\x12\x12\n\nraw_scores\x18\x03 \x01(\x08\x12\x13\n\x0binstruction\x18\x04 \x01(\t\x12#\n\x08priority\x18\x05 \x01(\x0e\x32\x11.rose.v1.Priority"W\n\rScoreResponse\x12\x0e\n\x06scores\x18\x01 \x03(\x01\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x1f\n\x06timing\x18\x03 \x01(\x0b\x32\x0f.rose.v1.Timing"\x95\x04\n\tModelCard\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12$\n\x07outputs\x18\x03 \x03(\x0b\x32\x13.rose.v1.OutputCard\x12\x16\n\x0e\x64\x65\x66\x61ult_output\x18\x04 \x01(\t\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x18\n\x10max_batch_tokens\x18\x08 \x01(\r\x12\x19\n\x11max_queued_tokens\x18\t \x01(\r\x12\x19\n\x11max_request_items\x18\n \x01(\r\x12\x18\n\x10tokenizer_sha256\x18\x0b \x01(\x0c\x12\x30\n\x07prompts\x18\x0c \x03(\x0b\x32\x1f.rose.v1.ModelCard.PromptsEntry\x12\x1b\n\x13\x64\x65\x66\x61ult_prompt_name\x18\r \x01(\t\x12\x0f\n\x07pooling\x18\x0e \x01(\t\x12\x0e\n\x06\x63\x61usal\x18\x0f \x01(\x08\x12\r\n\x05\x64type\x18\x10 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x11 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x12 \x01(\t\x12\x0f\n\x07version\x18\x13 \x01(\t\x12\x1d\n\x15matryoshka_dimensions\x18\x14 \x03(\r\x1a.\n\x0cPromptsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01"k\n\x05\x45rror\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\x12\x12\n\x05index\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\rB\x08\n\x06_index"\x0e\n\x0cStatsRequest"\xdb\x04\n\x0bServerStats\x12\x15\n\rqueued_tokens\x18\x01 \x01(\x04\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\x04\x12\x15\n\ropen_requests\x18\x03 \x01(\x04\x12\x19\n\x11\x62\x61tches_in_flight\x18\x04 \x01(\x04\x12\x13\n\x0b\x63onnections\x18\x05 \x01(\x04\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x16\n\x0erequests_total\x18\x07 \x01(\x04\x12\x16\n\x0e\x61nswered_total\x18\x08 \x01(\x04\x12;\n\x0c\x65rrors_total\x18\t \x03(\x0b\x32%.rose.v1.ServerStats.ErrorsTotalEntry\x12\x15\n\rbatches_total\x18\n \x01(\x04\x12\x14\n\x0ctokens_total\x18\x0b \x01(\x04\x12\x13\n\x0bitems_total\x18\x0c \x01(\x04\x12\x1b\n\x13retried_items_total\x18\r \x01(\x04\x12\x1c\n\x14\x66\x61iled_batches_total\x18\x0e \x01(\x04\x12\x19\n\x11tokens_per_second\x18\x0f \x01(\x01\x12\x10\n\x08uptime_s\x18\x10 \x01(\x01\x12\x41\n\x0f\x65ngine_counters\x18\x11 \x03(\x0b\x32(.rose.v1.ServerStats.EngineCountersEntry\x1a\x32\n\x10\x45rrorsTotalEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x35\n\x13\x45ngineCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01*K\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x46LOAT32\x10\x01\x12\x08\n\x04INT8\x10\x02\x12\t\n\x05UINT8\x10\x03\x12\t\n\x05INT32\x10\x04* \n\x08Priority\x12\n\n\x06ONLINE\x10\x00\x12\x08\n\x04\x42ULK\x10\x01\x32\xe3\x01\n\x04Rose\x12\x36\n\x05\x45mbed\x12\x15.rose.v1.EmbedRequest\x1a\x16.rose.v1.EmbedResponse\x12\x39\n\x06Rerank\x12\x16.rose.v1.RerankRequest\x1a\x17.rose.v1.RerankResponse\x12\x36\n\x05Score\x12\x15.rose.v1.ScoreRequest\x1a\x16.rose.v1.ScoreResponse\x12\x30\n\x04Info\x12\x14.rose.v1.InfoRequest\x1a\x12.rose.v1.ModelCardb\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15rose/proto/rose.proto\x12\x07rose.v1\"D\n\x06Tensor\x12\x1d\n\x05\x64type\x18\x01 \x01(\x0e\x32\x0e.rose.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"&\n\x06Tokens\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\x12\x0f\n\x07lengths\x18\x02 \x03(\r\"\x16\n\x05Texts\x12\r\n\x05items\x18\x01 \x03(\t\"\xfd\x01\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12!\n\x06tokens\x18\x02 \x01(\x0b\x32\x0f.rose.v1.TokensH\x00\x12\x1f\n\x05texts\x18\x03 \x01(\x0b\x32\x0e.rose.v1.TextsH\x00\x12\x0f\n\x07outputs\x18\x04 \x03(\t\x12\x12\n\ndimensions\x18\x05 \x01(\r\x12#\n\x08priority\x18\x06 \x01(\x0e\x32\x11.rose.v1.Priority\x12\x13\n\x0bprompt_name\x18\x07 \x01(\t\x12\x13\n\x0btoken_types\x18\x08 \x01(\x0c\x12\x1d\n\x05spans\x18\t \x01(\x0b\x32\x0e.rose.v1.SpansB\x07\n\x05input\"\'\n\x05Spans\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\r\x12\x0e\n\x06\x62ounds\x18\x02 \x01(\x0c\"G\n\x06Output\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1f\n\x06values\x18\x02 \x01(\x0b\x32\x0f.rose.v1.Tensor\x12\x0e\n\x06splits\x18\x03 \x03(\r\"?\n\x06Timing\x12\x10\n\x08queue_us\x18\x01 \x01(\r\x12\x12\n\ncompute_us\x18\x02 \x01(\r\x12\x0f\n\x07\x62\x61tches\x18\x03 \x01(\r\"i\n\rEmbedResponse\x12 \n\x07outputs\x18\x01 \x03(\x0b\x32\x0f.rose.v1.Output\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x1f\n\x06timing\x18\x03 \x01(\x0b\x32\x0f.rose.v1.Timing\"\r\n\x0bInfoRequest\"\xbb\x01\n\nOutputCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1d\n\x05\x64type\x18\x02 \x01(\x0e\x32\x0e.rose.v1.DType\x12\x11\n\tdimension\x18\x03 \x01(\r\x12\x11\n\tper_token\x18\x04 \x01(\x08\x12\x12\n\nnormalized\x18\x05 \x01(\x08\x12\x13\n\x0bunavailable\x18\x06 \x01(\t\x12\x0c\n\x04kind\x18\x07 \x01(\t\x12\x13\n\x0bskip_tokens\x18\x08 \x01(\r\x12\x0e\n\x06labels\x18\t \x03(\t\"\xb7\x01\n\rRerankRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05query\x18\x02 \x01(\t\x12\x11\n\tdocuments\x18\x03 \x03(\t\x12\r\n\x05top_n\x18\x04 \x01(\r\x12\x12\n\nraw_scores\x18\x05 \x01(\x08\x12\x13\n\x0binstruction\x18\x06 \x01(\t\x12\x18\n\x10return_documents\x18\x07 \x01(\x08\x12#\n\x08priority\x18\x08 \x01(\x0e\x32\x11.rose.v1.Priority\"J\n\x0eRankedDocument\x12\r\n\x05index\x18\x01 \x01(\r\x12\x17\n\x0frelevance_score\x18\x02 \x01(\x01\x12\x10\n\x08\x64ocument\x18\x03 \x01(\t\"r\n\x0eRerankResponse\x12(\n\x07results\x18\x01 \x03(\x0b\x32\x17.rose.v1.RankedDocument\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x1f\n\x06timing\x18\x03 \x01(\x0b\x32\x0f.rose.v1.Timing\"&\n\x04Pair\x12\x0e\n\x06text_1\x18\x01 \x01(\t\x12\x0e\n\x06text_2\x18\x02 \x01(\t\"\x89\x01\n\x0cScoreRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1c\n\x05pairs\x18\x02 \x03(\x0b\x32\r.rose.v1.Pair\x12\x12\n\nraw_scores\x18\x03 \x01(\x08\x12\x13\n\x0binstruction\x18\x04 \x01(\t\x12#\n\x08priority\x18\x05 \x01(\x0e\x32\x11.rose.v1.Priority\"W\n\rScoreResponse\x12\x0e\n\x06scores\x18\x01 \x03(\x01\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x1f\n\x06timing\x18\x03 \x01(\x0b\x32\x0f.rose.v1.Timing\"\x94\x02\n\x08Sampling\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\r\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x02\x88\x01\x01\x12\x10\n\x08stop_ids\x18\x07 \x03(\r\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x16\n\x0emin_new_tokens\x18\n \x01(\r\x12\x15\n\x08logprobs\x18\x0b \x01(\rH\x03\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x0b\n\t_logprobs\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"+\n\x08Messages\x12\x1f\n\x05items\x18\x01 \x03(\x0b\x32\x10.rose.v1.Message\"\xce\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12!\n\x06tokens\x18\x02 \x01(\x0b\x32\x0f.rose.v1.TokensH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12%\n\x08messages\x18\x04 \x01(\x0b\x32\x11.rose.v1.MessagesH\x00\x12#\n\x08sampling\x18\x05 \x01(\x0b\x32\x11.rose.v1.Sampling\x12#\n\x08priority\x18\x06 \x01(\x0e\x32\x11.rose.v1.PriorityB\x08\n\x06prompt\".\n\x0cTokenLogprob\x12\r\n\x05token\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"D\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\"\n\x03top\x18\x02 \x03(\x0b\x32\x15.rose.v1.TokenLogprob\"\xf6\x01\n\rGenerateChunk\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12(\n\x08logprobs\x18\x02 \x03(\x0b\x32\x16.rose.v1.TokenLogprobs\x12\x0c\n\x04text\x18\x03 \x01(\t\x12%\n\x06\x66inish\x18\x04 \x01(\x0e\x32\x15.rose.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x1f\n\x06timing\x18\x08 \x01(\x0b\x32\x0f.rose.v1.Timing\x12\x0c\n\x04stop\x18\t \x01(\t\"\xce\x04\n\tModelCard\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12$\n\x07outputs\x18\x03 \x03(\x0b\x32\x13.rose.v1.OutputCard\x12\x16\n\x0e\x64\x65\x66\x61ult_output\x18\x04 \x01(\t\x12\x13\n\x0bhidden_size\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x18\n\x10max_batch_tokens\x18\x08 \x01(\r\x12\x19\n\x11max_queued_tokens\x18\t \x01(\r\x12\x19\n\x11max_request_items\x18\n \x01(\r\x12\x18\n\x10tokenizer_sha256\x18\x0b \x01(\x0c\x12\x30\n\x07prompts\x18\x0c \x03(\x0b\x32\x1f.rose.v1.ModelCard.PromptsEntry\x12\x1b\n\x13\x64\x65\x66\x61ult_prompt_name\x18\r \x01(\t\x12\x0f\n\x07pooling\x18\x0e \x01(\t\x12\x0e\n\x06\x63\x61usal\x18\x0f \x01(\x08\x12\r\n\x05\x64type\x18\x10 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x11 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x12 \x01(\t\x12\x0f\n\x07version\x18\x13 \x01(\t\x12\x1d\n\x15matryoshka_dimensions\x18\x14 \x03(\r\x12\x11\n\tgenerates\x18\x15 \x01(\x08\x12\x0f\n\x07\x65nd_ids\x18\x16 \x03(\r\x12\x13\n\x0bmax_running\x18\x17 \x01(\r\x1a.\n\x0cPromptsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"k\n\x05\x45rror\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\x12\x12\n\x05index\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\rB\x08\n\x06_index\"\x0e\n\x0cStatsRequest\"\xdb\x04\n\x0bServerStats\x12\x15\n\rqueued_tokens\x18\x01 \x01(\x04\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\x04\x12\x15\n\ropen_requests\x18\x03 \x01(\x04\x12\x19\n\x11\x62\x61tches_in_flight\x18\x04 \x01(\x04\x12\x13\n\x0b\x63onnections\x18\x05 \x01(\x04\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x16\n\x0erequests_total\x18\x07 \x01(\x04\x12\x16\n\x0e\x61nswered_total\x18\x08 \x01(\x04\x12;\n\x0c\x65rrors_total\x18\t \x03(\x0b\x32%.rose.v1.ServerStats.ErrorsTotalEntry\x12\x15\n\rbatches_total\x18\n \x01(\x04\x12\x14\n\x0ctokens_total\x18\x0b \x01(\x04\x12\x13\n\x0bitems_total\x18\x0c \x01(\x04\x12\x1b\n\x13retried_items_total\x18\r \x01(\x04\x12\x1c\n\x14\x66\x61iled_batches_total\x18\x0e \x01(\x04\x12\x19\n\x11tokens_per_second\x18\x0f \x01(\x01\x12\x10\n\x08uptime_s\x18\x10 \x01(\x01\x12\x41\n\x0f\x65ngine_counters\x18\x11 \x03(\x0b\x32(.rose.v1.ServerStats.EngineCountersEntry\x1a\x32\n\x10\x45rrorsTotalEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x35\n\x13\x45ngineCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01*K\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x46LOAT32\x10\x01\x12\x08\n\x04INT8\x10\x02\x12\t\n\x05UINT8\x10\x03\x12\t\n\x05INT32\x10\x04* \n\x08Priority\x12\n\n\x06ONLINE\x10\x00\x12\x08\n\x04\x42ULK\x10\x01*4\n\x0c\x46inishReason\x12\x0e\n\nUNFINISHED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x32\xa3\x02\n\x04Rose\x12\x36\n\x05\x45mbed\x12\x15.rose.v1.EmbedRequest\x1a\x16.rose.v1.EmbedResponse\x12\x39\n\x06Rerank\x12\x16.rose.v1.RerankRequest\x1a\x17.rose.v1.RerankResponse\x12\x36\n\x05Score\x12\x15.rose.v1.ScoreRequest\x1a\x16.rose.v1.ScoreResponse\x12>\n\x08Generate\x12\x18.rose.v1.GenerateRequest\x1a\x16.rose.v1.GenerateChunk0\x01\x12\x30\n\x04Info\x12\x14.rose.v1.InfoRequest\x1a\x12.rose.v1.ModelCardb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "rose.proto.rose_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rose.proto.rose_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_MODELCARD_PROMPTSENTRY"]._loaded_options = None
-    _globals["_MODELCARD_PROMPTSENTRY"]._serialized_options = b"8\001"
-    _globals["_SERVERSTATS_ERRORSTOTALENTRY"]._loaded_options = None
-    _globals["_SERVERSTATS_ERRORSTOTALENTRY"]._serialized_options = b"8\001"
-    _globals["_SERVERSTATS_ENGINECOUNTERSENTRY"]._loaded_options = None
-    _globals["_SERVERSTATS_ENGINECOUNTERSENTRY"]._serialized_options = b"8\001"
-    _globals["_DTYPE"]._serialized_start = 2829
-    _globals["_DTYPE"]._serialized_end = 2904
-    _globals["_PRIORITY"]._serialized_start = 2906
-    _globals["_PRIORITY"]._serialized_end = 2938
-    _globals["_TENSOR"]._serialized_start = 34
-    _globals["_TENSOR"]._serialized_end = 102
-    _globals["_TOKENS"]._serialized_start = 104
-    _globals["_TOKENS"]._serialized_end = 142
-    _globals["_TEXTS"]._serialized_start = 144
-    _globals["_TEXTS"]._serialized_end = 166
-    _globals["_EMBEDREQUEST"]._serialized_start = 169
-    _globals["_EMBEDREQUEST"]._serialized_end = 422
-    _globals["_SPANS"]._serialized_start = 424
-    _globals["_SPANS"]._serialized_end = 463
-    _globals["_OUTPUT"]._serialized_start = 465
-    _globals["_OUTPUT"]._serialized_end = 536
-    _globals["_TIMING"]._serialized_start = 538
-    _globals["_TIMING"]._serialized_end = 601
-    _globals["_EMBEDRESPONSE"]._serialized_start = 603
-    _globals["_EMBEDRESPONSE"]._serialized_end = 708
-    _globals["_INFOREQUEST"]._serialized_start = 710
-    _globals["_INFOREQUEST"]._serialized_end = 723
-    _globals["_OUTPUTCARD"]._serialized_start = 726
-    _globals["_OUTPUTCARD"]._serialized_end = 913
-    _globals["_RERANKREQUEST"]._serialized_start = 916
-    _globals["_RERANKREQUEST"]._serialized_end = 1099
-    _globals["_RANKEDDOCUMENT"]._serialized_start = 1101
-    _globals["_RANKEDDOCUMENT"]._serialized_end = 1175
-    _globals["_RERANKRESPONSE"]._serialized_start = 1177
-    _globals["_RERANKRESPONSE"]._serialized_end = 1291
-    _globals["_PAIR"]._serialized_start = 1293
-    _globals["_PAIR"]._serialized_end = 1331
-    _globals["_SCOREREQUEST"]._serialized_start = 1334
-    _globals["_SCOREREQUEST"]._serialized_end = 1471
-    _globals["_SCORERESPONSE"]._serialized_start = 1473
-    _globals["_SCORERESPONSE"]._serialized_end = 1560
-    _globals["_MODELCARD"]._serialized_start = 1563
-    _globals["_MODELCARD"]._serialized_end = 2096
-    _globals["_MODELCARD_PROMPTSENTRY"]._serialized_start = 2050
-    _globals["_MODELCARD_PROMPTSENTRY"]._serialized_end = 2096
-    _globals["_ERROR"]._serialized_start = 2098
-    _globals["_ERROR"]._serialized_end = 2205
-    _globals["_STATSREQUEST"]._serialized_start = 2207
-    _globals["_STATSREQUEST"]._serialized_end = 2221
-    _globals["_SERVERSTATS"]._serialized_start = 2224
-    _globals["_SERVERSTATS"]._serialized_end = 2827
-    _globals["_SERVERSTATS_ERRORSTOTALENTRY"]._serialized_start = 2722
-    _globals["_SERVERSTATS_ERRORSTOTALENTRY"]._serialized_end = 2772
-    _globals["_SERVERSTATS_ENGINECOUNTERSENTRY"]._serialized_start = 2774
-    _globals["_SERVERSTATS_ENGINECOUNTERSENTRY"]._serialized_end = 2827
-    _globals["_ROSE"]._serialized_start = 2941
-    _globals["_ROSE"]._serialized_end = 3168
+  DESCRIPTOR._loaded_options = None
+  _globals['_MODELCARD_PROMPTSENTRY']._loaded_options = None
+  _globals['_MODELCARD_PROMPTSENTRY']._serialized_options = b'8\001'
+  _globals['_SERVERSTATS_ERRORSTOTALENTRY']._loaded_options = None
+  _globals['_SERVERSTATS_ERRORSTOTALENTRY']._serialized_options = b'8\001'
+  _globals['_SERVERSTATS_ENGINECOUNTERSENTRY']._loaded_options = None
+  _globals['_SERVERSTATS_ENGINECOUNTERSENTRY']._serialized_options = b'8\001'
+  _globals['_DTYPE']._serialized_start=3828
+  _globals['_DTYPE']._serialized_end=3903
+  _globals['_PRIORITY']._serialized_start=3905
+  _globals['_PRIORITY']._serialized_end=3937
+  _globals['_FINISHREASON']._serialized_start=3939
+  _globals['_FINISHREASON']._serialized_end=3991
+  _globals['_TENSOR']._serialized_start=34
+  _globals['_TENSOR']._serialized_end=102
+  _globals['_TOKENS']._serialized_start=104
+  _globals['_TOKENS']._serialized_end=142
+  _globals['_TEXTS']._serialized_start=144
+  _globals['_TEXTS']._serialized_end=166
+  _globals['_EMBEDREQUEST']._serialized_start=169
+  _globals['_EMBEDREQUEST']._serialized_end=422
+  _globals['_SPANS']._serialized_start=424
+  _globals['_SPANS']._serialized_end=463
+  _globals['_OUTPUT']._serialized_start=465
+  _globals['_OUTPUT']._serialized_end=536
+  _globals['_TIMING']._serialized_start=538
+  _globals['_TIMING']._serialized_end=601
+  _globals['_EMBEDRESPONSE']._serialized_start=603
+  _globals['_EMBEDRESPONSE']._serialized_end=708
+  _globals['_INFOREQUEST']._serialized_start=710
+  _globals['_INFOREQUEST']._serialized_end=723
+  _globals['_OUTPUTCARD']._serialized_start=726
+  _globals['_OUTPUTCARD']._serialized_end=913
+  _globals['_RERANKREQUEST']._serialized_start=916
+  _globals['_RERANKREQUEST']._serialized_end=1099
+  _globals['_RANKEDDOCUMENT']._serialized_start=1101
+  _globals['_RANKEDDOCUMENT']._serialized_end=1175
+  _globals['_RERANKRESPONSE']._serialized_start=1177
+  _globals['_RERANKRESPONSE']._serialized_end=1291
+  _globals['_PAIR']._serialized_start=1293
+  _globals['_PAIR']._serialized_end=1331
+  _globals['_SCOREREQUEST']._serialized_start=1334
+  _globals['_SCOREREQUEST']._serialized_end=1471
+  _globals['_SCORERESPONSE']._serialized_start=1473
+  _globals['_SCORERESPONSE']._serialized_end=1560
+  _globals['_SAMPLING']._serialized_start=1563
+  _globals['_SAMPLING']._serialized_end=1839
+  _globals['_MESSAGE']._serialized_start=1841
+  _globals['_MESSAGE']._serialized_end=1881
+  _globals['_MESSAGES']._serialized_start=1883
+  _globals['_MESSAGES']._serialized_end=1926
+  _globals['_GENERATEREQUEST']._serialized_start=1929
+  _globals['_GENERATEREQUEST']._serialized_end=2135
+  _globals['_TOKENLOGPROB']._serialized_start=2137
+  _globals['_TOKENLOGPROB']._serialized_end=2183
+  _globals['_TOKENLOGPROBS']._serialized_start=2185
+  _globals['_TOKENLOGPROBS']._serialized_end=2253
+  _globals['_GENERATECHUNK']._serialized_start=2256
+  _globals['_GENERATECHUNK']._serialized_end=2502
+  _globals['_MODELCARD']._serialized_start=2505
+  _globals['_MODELCARD']._serialized_end=3095
+  _globals['_MODELCARD_PROMPTSENTRY']._serialized_start=3049
+  _globals['_MODELCARD_PROMPTSENTRY']._serialized_end=3095
+  _globals['_ERROR']._serialized_start=3097
+  _globals['_ERROR']._serialized_end=3204
+  _globals['_STATSREQUEST']._serialized_start=3206
+  _globals['_STATSREQUEST']._serialized_end=3220
+  _globals['_SERVERSTATS']._serialized_start=3223
+  _globals['_SERVERSTATS']._serialized_end=3826
+  _globals['_SERVERSTATS_ERRORSTOTALENTRY']._serialized_start=3721
+  _globals['_SERVERSTATS_ERRORSTOTALENTRY']._serialized_end=3771
+  _globals['_SERVERSTATS_ENGINECOUNTERSENTRY']._serialized_start=3773
+  _globals['_SERVERSTATS_ENGINECOUNTERSENTRY']._serialized_end=3826
+  _globals['_ROSE']._serialized_start=3994
+  _globals['_ROSE']._serialized_end=4285
 # @@protoc_insertion_point(module_scope)

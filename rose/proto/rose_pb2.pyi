@@ -59,6 +59,23 @@ BULK: Priority.ValueType  # 1
 """yields to ONLINE"""
 Global___Priority: typing_extensions.TypeAlias = Priority
 
+class _FinishReason:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    UNFINISHED: _FinishReason.ValueType  # 0
+    STOP: _FinishReason.ValueType  # 1
+    LENGTH: _FinishReason.ValueType  # 2
+
+class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
+
+UNFINISHED: FinishReason.ValueType  # 0
+STOP: FinishReason.ValueType  # 1
+LENGTH: FinishReason.ValueType  # 2
+Global___FinishReason: typing_extensions.TypeAlias = FinishReason
+
 @typing.final
 class Tensor(google.protobuf.message.Message):
     """Row-major, little-endian, whatever the machines at either end."""
@@ -487,6 +504,239 @@ class ScoreResponse(google.protobuf.message.Message):
 Global___ScoreResponse: typing_extensions.TypeAlias = ScoreResponse
 
 @typing.final
+class Sampling(google.protobuf.message.Message):
+    """How the next token is drawn. Unset fields take the defaults stated."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MAX_NEW_TOKENS_FIELD_NUMBER: builtins.int
+    TEMPERATURE_FIELD_NUMBER: builtins.int
+    TOP_K_FIELD_NUMBER: builtins.int
+    TOP_P_FIELD_NUMBER: builtins.int
+    MIN_P_FIELD_NUMBER: builtins.int
+    SEED_FIELD_NUMBER: builtins.int
+    STOP_IDS_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
+    IGNORE_EOS_FIELD_NUMBER: builtins.int
+    MIN_NEW_TOKENS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    max_new_tokens: builtins.int
+    """0: as many as the model's limit leaves"""
+    temperature: builtins.float
+    """1; 0 is greedy"""
+    top_k: builtins.int
+    """0: all"""
+    top_p: builtins.float
+    """1"""
+    min_p: builtins.float
+    seed: builtins.int
+    """unset: another one each time"""
+    ignore_eos: builtins.bool
+    min_new_tokens: builtins.int
+    logprobs: builtins.int
+    """alternatives a token; unset: no log probabilities"""
+    @property
+    def stop_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """beside the model's own end tokens"""
+
+    @property
+    def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """for fronts, which hold the tokenizer; refused by the engine process"""
+
+    def __init__(
+        self,
+        *,
+        max_new_tokens: builtins.int = ...,
+        temperature: builtins.float | None = ...,
+        top_k: builtins.int = ...,
+        top_p: builtins.float | None = ...,
+        min_p: builtins.float = ...,
+        seed: builtins.int | None = ...,
+        stop_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        stop: collections.abc.Iterable[builtins.str] | None = ...,
+        ignore_eos: builtins.bool = ...,
+        min_new_tokens: builtins.int = ...,
+        logprobs: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "logprobs", b"logprobs", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "seed", b"seed", "stop", b"stop", "stop_ids", b"stop_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_temperature", b"_temperature"]) -> typing.Literal["temperature"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_top_p", b"_top_p"]) -> typing.Literal["top_p"] | None: ...
+
+Global___Sampling: typing_extensions.TypeAlias = Sampling
+
+@typing.final
+class Message(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: builtins.int
+    CONTENT_FIELD_NUMBER: builtins.int
+    role: builtins.str
+    content: builtins.str
+    def __init__(
+        self,
+        *,
+        role: builtins.str = ...,
+        content: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "role", b"role"]) -> None: ...
+
+Global___Message: typing_extensions.TypeAlias = Message
+
+@typing.final
+class Messages(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ITEMS_FIELD_NUMBER: builtins.int
+    @property
+    def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Message]: ...
+    def __init__(
+        self,
+        *,
+        items: collections.abc.Iterable[Global___Message] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["items", b"items"]) -> None: ...
+
+Global___Messages: typing_extensions.TypeAlias = Messages
+
+@typing.final
+class GenerateRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    MESSAGES_FIELD_NUMBER: builtins.int
+    SAMPLING_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    text: builtins.str
+    """fronts only"""
+    priority: Global___Priority.ValueType
+    @property
+    def tokens(self) -> Global___Tokens:
+        """exactly one sequence"""
+
+    @property
+    def messages(self) -> Global___Messages:
+        """fronts only: through the chat template"""
+
+    @property
+    def sampling(self) -> Global___Sampling: ...
+    def __init__(
+        self,
+        *,
+        model: builtins.str = ...,
+        tokens: Global___Tokens | None = ...,
+        text: builtins.str = ...,
+        messages: Global___Messages | None = ...,
+        sampling: Global___Sampling | None = ...,
+        priority: Global___Priority.ValueType = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["prompt", b"prompt"]) -> typing.Literal["tokens", "text", "messages"] | None: ...
+
+Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
+
+@typing.final
+class TokenLogprob(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: builtins.int
+    LOGPROB_FIELD_NUMBER: builtins.int
+    token: builtins.int
+    logprob: builtins.float
+    def __init__(
+        self,
+        *,
+        token: builtins.int = ...,
+        logprob: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprob", b"logprob", "token", b"token"]) -> None: ...
+
+Global___TokenLogprob: typing_extensions.TypeAlias = TokenLogprob
+
+@typing.final
+class TokenLogprobs(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOGPROB_FIELD_NUMBER: builtins.int
+    TOP_FIELD_NUMBER: builtins.int
+    logprob: builtins.float
+    @property
+    def top(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """best first"""
+
+    def __init__(
+        self,
+        *,
+        logprob: builtins.float = ...,
+        top: collections.abc.Iterable[Global___TokenLogprob] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprob", b"logprob", "top", b"top"]) -> None: ...
+
+Global___TokenLogprobs: typing_extensions.TypeAlias = TokenLogprobs
+
+@typing.final
+class GenerateChunk(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    FINISH_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    TIMING_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    """fronts only: what these tokens add to the text"""
+    finish: Global___FinishReason.ValueType
+    """set in the last chunk"""
+    prompt_tokens: builtins.int
+    """in the last chunk, as are the next three"""
+    completion_tokens: builtins.int
+    cached_tokens: builtins.int
+    """of the prompt, found in the cache"""
+    stop: builtins.str
+    """fronts only: the stop string that ended it"""
+    @property
+    def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """drawn since the last chunk; an end token is among them"""
+
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """one a token, where asked for"""
+
+    @property
+    def timing(self) -> Global___Timing: ...
+    def __init__(
+        self,
+        *,
+        tokens: collections.abc.Iterable[builtins.int] | None = ...,
+        logprobs: collections.abc.Iterable[Global___TokenLogprobs] | None = ...,
+        text: builtins.str = ...,
+        finish: Global___FinishReason.ValueType = ...,
+        prompt_tokens: builtins.int = ...,
+        completion_tokens: builtins.int = ...,
+        cached_tokens: builtins.int = ...,
+        timing: Global___Timing | None = ...,
+        stop: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["timing", b"timing"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "finish", b"finish", "logprobs", b"logprobs", "prompt_tokens", b"prompt_tokens", "stop", b"stop", "text", b"text", "timing", b"timing", "tokens", b"tokens"]) -> None: ...
+
+Global___GenerateChunk: typing_extensions.TypeAlias = GenerateChunk
+
+@typing.final
 class ModelCard(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -526,6 +776,9 @@ class ModelCard(google.protobuf.message.Message):
     BACKEND_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     MATRYOSHKA_DIMENSIONS_FIELD_NUMBER: builtins.int
+    GENERATES_FIELD_NUMBER: builtins.int
+    END_IDS_FIELD_NUMBER: builtins.int
+    MAX_RUNNING_FIELD_NUMBER: builtins.int
     model: builtins.str
     architecture: builtins.str
     default_output: builtins.str
@@ -546,6 +799,10 @@ class ModelCard(google.protobuf.message.Message):
     device: builtins.str
     backend: builtins.str
     version: builtins.str
+    generates: builtins.bool
+    """it continues prompts (Generate); `outputs` is empty then"""
+    max_running: builtins.int
+    """sequences that generate at a time"""
     @property
     def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___OutputCard]: ...
     @property
@@ -553,6 +810,10 @@ class ModelCard(google.protobuf.message.Message):
     @property
     def matryoshka_dimensions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """what the model was trained for; empty: not stated"""
+
+    @property
+    def end_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """tokens that end a sequence by the checkpoint's own word"""
 
     def __init__(
         self,
@@ -577,8 +838,11 @@ class ModelCard(google.protobuf.message.Message):
         backend: builtins.str = ...,
         version: builtins.str = ...,
         matryoshka_dimensions: collections.abc.Iterable[builtins.int] | None = ...,
+        generates: builtins.bool = ...,
+        end_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        max_running: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "backend", b"backend", "causal", b"causal", "default_output", b"default_output", "default_prompt_name", b"default_prompt_name", "device", b"device", "dtype", b"dtype", "hidden_size", b"hidden_size", "matryoshka_dimensions", b"matryoshka_dimensions", "max_batch_tokens", b"max_batch_tokens", "max_queued_tokens", b"max_queued_tokens", "max_request_items", b"max_request_items", "max_tokens", b"max_tokens", "model", b"model", "outputs", b"outputs", "pooling", b"pooling", "prompts", b"prompts", "tokenizer_sha256", b"tokenizer_sha256", "version", b"version", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "backend", b"backend", "causal", b"causal", "default_output", b"default_output", "default_prompt_name", b"default_prompt_name", "device", b"device", "dtype", b"dtype", "end_ids", b"end_ids", "generates", b"generates", "hidden_size", b"hidden_size", "matryoshka_dimensions", b"matryoshka_dimensions", "max_batch_tokens", b"max_batch_tokens", "max_queued_tokens", b"max_queued_tokens", "max_request_items", b"max_request_items", "max_running", b"max_running", "max_tokens", b"max_tokens", "model", b"model", "outputs", b"outputs", "pooling", b"pooling", "prompts", b"prompts", "tokenizer_sha256", b"tokenizer_sha256", "version", b"version", "vocab_size", b"vocab_size"]) -> None: ...
 
 Global___ModelCard: typing_extensions.TypeAlias = ModelCard
 

@@ -49,6 +49,11 @@ class RoseStub(object):
                 request_serializer=rose_dot_proto_dot_rose__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=rose_dot_proto_dot_rose__pb2.ScoreResponse.FromString,
                 _registered_method=True)
+        self.Generate = channel.unary_stream(
+                '/rose.v1.Rose/Generate',
+                request_serializer=rose_dot_proto_dot_rose__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=rose_dot_proto_dot_rose__pb2.GenerateChunk.FromString,
+                _registered_method=True)
         self.Info = channel.unary_unary(
                 '/rose.v1.Rose/Info',
                 request_serializer=rose_dot_proto_dot_rose__pb2.InfoRequest.SerializeToString,
@@ -80,6 +85,13 @@ class RoseServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Generate(self, request, context):
+        """Tokens that continue a prompt, as they are drawn. The last message has a finish reason.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Info(self, request, context):
         """The model card: what is served, with which limits.
         """
@@ -104,6 +116,11 @@ def add_RoseServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=rose_dot_proto_dot_rose__pb2.ScoreRequest.FromString,
                     response_serializer=rose_dot_proto_dot_rose__pb2.ScoreResponse.SerializeToString,
+            ),
+            'Generate': grpc.unary_stream_rpc_method_handler(
+                    servicer.Generate,
+                    request_deserializer=rose_dot_proto_dot_rose__pb2.GenerateRequest.FromString,
+                    response_serializer=rose_dot_proto_dot_rose__pb2.GenerateChunk.SerializeToString,
             ),
             'Info': grpc.unary_unary_rpc_method_handler(
                     servicer.Info,
@@ -192,6 +209,33 @@ class Rose(object):
             '/rose.v1.Rose/Score',
             rose_dot_proto_dot_rose__pb2.ScoreRequest.SerializeToString,
             rose_dot_proto_dot_rose__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Generate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rose.v1.Rose/Generate',
+            rose_dot_proto_dot_rose__pb2.GenerateRequest.SerializeToString,
+            rose_dot_proto_dot_rose__pb2.GenerateChunk.FromString,
             options,
             channel_credentials,
             insecure,
