@@ -2,7 +2,7 @@
 
 `linear_partial` leaves its sum in P pieces so that a narrow product can fill the chip without a reduction kernel of its
 own: the add + norm that follows reads the pieces anyway. Few tokens go to rose/kernels/gemm.py with a tile from the
-committed table; many go to the library, with the activation as a kernel of its own.
+committed table; many go to the library, those with an activation to rose/kernels/gemm_epilogue.py where it serves.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rose.kernels import gemm_epilogue
 from rose.kernels.activation import activate, activate_in_place, gated_activation, gated_activation_ref
 from rose.kernels.gemm import gemm, gemm_gated
 from rose.kernels.gemm_sm90 import gemm_sm90, runs_sm90
@@ -80,6 +81,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: st
     if tile is None:
         if runs_onednn(x):
             return linear_onednn(x, weight, bias, activation)
+        if activation is not None and gemm_epilogue.serves(x, weight.shape[0], activation, gated=False):
+            return gemm_epilogue.linear_epilogue(x, weight, bias, activation)
         return activate_in_place(F.linear(x, weight, bias), activation)
     return run_tile(x, weight, bias, activation, tile, pieces=False, gated=False)
 
@@ -96,7 +99,7 @@ def linear_partial(x: Tensor, weight: Tensor) -> Tensor:
     """
     tile = _tile("partial", x, weight.shape[0])
     if tile is not None:
-        return gemm(x, weight, None, None, tile, pieces=True)
+        return run_tile(x, weight, None, None, tile, pieces=True, gated=False)
     return linear_onednn(x, weight, None, None).unsqueeze(0) if runs_onednn(x) else linear_partial_ref(x, weight)
 
 
@@ -117,6 +120,8 @@ def linear_gated(x: Tensor, weight: Tensor, activation: str = "silu") -> Tensor:
     _check(activation)
     tile = _tile("gated", x, weight.shape[0] // 2)
     if tile is None:
+        if gemm_epilogue.serves(x, weight.shape[0], activation, gated=True):
+            return gemm_epilogue.linear_gated_epilogue(x, weight, activation)
         both = linear_onednn(x, weight, None, None) if runs_onednn(x) else F.linear(x, weight)
         return gated_activation(both, activation)
     return run_tile(x, weight, None, activation, tile, pieces=False, gated=True)

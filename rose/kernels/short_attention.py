@@ -38,7 +38,7 @@ def short_attention_ref(
 
 
 @jit
-def _sequence_of(cu_seqlens: Ptr, program: Ptr, B: Ptr, BM: constexpr, CHUNK: constexpr, ONE_CHUNK: constexpr) -> Ptr:
+def sequence_of(cu_seqlens: Ptr, program: Ptr, B: Ptr, BM: constexpr, CHUNK: constexpr, ONE_CHUNK: constexpr) -> Ptr:
     """(sequence, start, end): the sequence whose block of BM queries this program takes.
 
     Sequence b's blocks start at program cu_seqlens[b] // BM + b: room for all of them whatever the lengths, and some
@@ -130,7 +130,7 @@ def _short_attention(
         length = T
         first_query = program * BM
     else:
-        sequence, start, end = _sequence_of(cu_seqlens, program, B, BM, CHUNK, ONE_CHUNK)
+        sequence, start, end = sequence_of(cu_seqlens, program, B, BM, CHUNK, ONE_CHUNK)
         length = end - start
         first_query = (program - start // BM - sequence) * BM
     if PDL:
@@ -165,7 +165,11 @@ def _short_attention(
                 acc = tl.dot(p.to(v_block.dtype), v_block, acc * shrink[:, None], input_precision="ieee")
                 top = new_top
         out_at = out + ((row + query)[:, None] * H + head) * HEAD_DIM + col[None, :]
-        tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=(query < length)[:, None])
+        value = (acc / total[:, None]).to(out.dtype.element_ty)
+        if FULL:
+            tl.store(out_at, value)
+        else:
+            tl.store(out_at, value, mask=(query < length)[:, None])
 
 
 def block(tokens: int, head_dim: int, max_length: int) -> tuple[int, int, int]:
@@ -224,7 +228,7 @@ def short_attention_triton(
         BN=bn,
         CHUNK=min(_CHUNK, max(16, next_power_of_2(B))),
         SINGLE=single,
-        FULL=single and bn == T and bm <= T,
+        FULL=single and bn == T and T % bm == 0,
         ONE_CHUNK=B <= _CHUNK,
         CAUSAL=causal,
         ONE_BLOCK=max_length <= bn,
