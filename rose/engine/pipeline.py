@@ -32,6 +32,7 @@ class Pipeline:
 
     Attributes:
         failed: batches whose forward raised.
+        device_seconds: that batches which ended took the device, in all.
     """
 
     def __init__(self, depth: int, clock: Callable[[], float]) -> None:
@@ -40,6 +41,7 @@ class Pipeline:
         self._in_flight: deque[_InFlight] = deque()
         self._durations = Durations()
         self.failed = 0
+        self.device_seconds = 0.0
 
     def __len__(self) -> int:
         self.retire()
@@ -56,6 +58,7 @@ class Pipeline:
             if seconds is None:
                 self.failed += 1
             else:
+                self.device_seconds += seconds
                 self._durations.observe(ended.key, seconds)
 
     def expect(self, key: GraphKey) -> float | None:

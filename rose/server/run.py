@@ -156,7 +156,11 @@ def build_reactor(
         listener,
         config,
         device_alive=lambda: device_alive(device),
-        engine_counters=lambda: {**asdict(engine.metrics), **_prefixed("graph_", asdict(engine.graphs.metrics))},
+        engine_counters=lambda: {
+            **asdict(engine.metrics),
+            **_prefixed("graph_", asdict(engine.graphs.metrics)),
+            "device_us": round(engine.device_seconds * 1e6),
+        },
     )
 
 
