@@ -8,7 +8,7 @@ What rounding adds becomes dummy sequences of their own. Plain Python; knows nei
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 SMALLEST_LENGTH_BOUND = 64
@@ -16,7 +16,7 @@ SMALLEST_LENGTH_BOUND = 64
 MAX_REMEMBERED = 1 << 16
 
 
-class BatchKey(Protocol):
+class BatchKey(Hashable, Protocol):
     """What graphs and estimates need of a key, whatever batches it is of. Hashed by value.
 
     Attributes:
