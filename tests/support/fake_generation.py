@@ -209,8 +209,9 @@ class FakeGenerationEngine:
                 if self._running.pop(request_id, None) is not None:
                     failed[request_id] = error
         self.generated += len(tokens)
-        launched = len(self._in_flight) < 2 and self._launch()
-        return GenerationStep(tokens, failed, launched)
+        started: list[int] = []
+        launched = len(self._in_flight) < 2 and self._launch(started)
+        return GenerationStep(tokens, failed, launched, started)
 
     def finish(self, count: int = 1) -> None:
         """Let the oldest batches in flight finish; from any thread. Each frees the engine to launch another."""
@@ -258,12 +259,13 @@ class FakeGenerationEngine:
             and self.pages_used + self._pages_for(request) <= self.pages_total
         )
 
-    def _launch(self) -> bool:
+    def _launch(self, started: list[int]) -> bool:
         while self._can_start():
             request = self._waiting.pop(next(iter(self._waiting)))
             ids = request.ids.tolist()
             cached = len(ids) // self.page_size * self.page_size if tuple(ids) in self._seen else 0
             self._seen.add(tuple(ids))
+            started.append(request.id)
             self._running[request.id] = _Running(request, ids, self._pages_for(request), cached)
         drawing = self._drawing()
         if not drawing:
