@@ -38,7 +38,7 @@ def short_attention_ref(
 
 
 @jit
-def _sequence_of(cu_seqlens: Ptr, program: Ptr, B: Ptr, BM: constexpr, CHUNK: constexpr, ONE_CHUNK: constexpr) -> Ptr:
+def sequence_of(cu_seqlens: Ptr, program: Ptr, B: Ptr, BM: constexpr, CHUNK: constexpr, ONE_CHUNK: constexpr) -> Ptr:
     """(sequence, start, end): the sequence whose block of BM queries this program takes.
 
     Sequence b's blocks start at program cu_seqlens[b] // BM + b: room for all of them whatever the lengths, and some
@@ -130,7 +130,7 @@ def _short_attention(
         length = T
         first_query = program * BM
     else:
-        sequence, start, end = _sequence_of(cu_seqlens, program, B, BM, CHUNK, ONE_CHUNK)
+        sequence, start, end = sequence_of(cu_seqlens, program, B, BM, CHUNK, ONE_CHUNK)
         length = end - start
         first_query = (program - start // BM - sequence) * BM
     if PDL:
