@@ -42,6 +42,7 @@ QWEN3 = Family(
             "layers.{n}.mlp.gate_up_proj.{kind}",
         ),
         Drop("{path*}.rotary_emb.inv_freq", "computed from rope_theta"),
+        Drop("rotary_emb.inv_freq", "likewise, in newer versions"),
     ),
     outside=(Drop("lm_head.weight", "logits over the vocabulary; an embedder needs none"),),
     tied=("lm_head.weight", "embed_tokens.weight"),
@@ -60,4 +61,4 @@ HEADS: dict[str, tuple[Rename, ...]] = {
     "last": (Rename("score.{kind}", "{kind}"),),
 }
 
-FAMILIES: dict[str, Family] = {"bert": BERT, "qwen3": QWEN3}
+FAMILIES: dict[str, Family] = {"bert": BERT, "qwen3": QWEN3, "llama": QWEN3}

@@ -33,22 +33,38 @@ class SelfAttention(nn.Module):
 
 
 class RotaryAttention(nn.Module):
-    """Grouped-query attention with per-head RMSNorm of q and k, then rotary embedding."""
+    """Grouped-query attention with rotary embedding.
+
+    Args:
+        eps: of the per-head RMSNorm of q and k before it, or None for a family without.
+        bias: of q, k and v; `output_bias` of the product behind, None for the same.
+    """
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, *, bias: bool
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float | None,
+        *,
+        bias: bool,
+        output_bias: bool | None = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.qkv_proj = Linear(hidden_size, (num_heads + 2 * num_kv_heads) * head_dim, bias=bias)
-        self.q_norm = RMSNorm(head_dim, eps)
-        self.k_norm = RMSNorm(head_dim, eps)
-        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=bias)
+        self.q_norm = None if eps is None else RMSNorm(head_dim, eps)
+        self.k_norm = None if eps is None else RMSNorm(head_dim, eps)
+        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=bias if output_bias is None else output_bias)
 
     def forward(self, x: Tensor, batch: Batch, rotary: Tensor, layer: int) -> Tensor:
         """x: [T, D], rotary: the table of `Rotary` -> pieces [P, T, D] of the output projection."""
         heads = self.num_heads, self.num_kv_heads
-        q_norm, k_norm = self.q_norm, self.k_norm
         qkv = self.qkv_proj(x)
-        qkv = qk_norm_rope(qkv, batch.positions, rotary, q_norm.weight, k_norm.weight, q_norm.eps, *heads)
+        if self.q_norm is None or self.k_norm is None:
+            qkv = qk_norm_rope(qkv, batch.positions, rotary, None, None, 0.0, *heads)
+        else:
+            weights = self.q_norm.weight, self.k_norm.weight
+            qkv = qk_norm_rope(qkv, batch.positions, rotary, *weights, self.q_norm.eps, *heads)
         return self.o_proj.pieces(attend_packed(qkv, batch, layer, *heads))
