@@ -1,0 +1,124 @@
+"""A model's chat template: messages into the one text that the model continues.
+
+The text is that of transformers' apply_chat_template, character by character. Knows messages and the template's file;
+knows neither token ids nor requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError
+
+from rose.config.tokenizer_files import TokenizerFiles
+from rose.errors import CheckpointError, InvalidInput, PayloadTooLarge
+from rose.gateway.inputs import shorten
+from rose.gateway.template_sandbox import Budget, OverBudget, Refusal, TemplateSandbox, write
+
+FIELD = "messages"
+# A conversation of a hundred messages takes about a millisecond.
+RENDER_SECONDS = 1.0
+# The tokens that templates may name, as transformers hands them over.
+_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+# What a caller's chat_template_kwargs may not replace.
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", *(f"{role}_token" for role in _ROLES)})
+# An assistant's thinking, by the names that templates read.
+REASONING = "reasoning_content"
+_WHY_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A template that has been read.
+
+    Attributes:
+        file: where it stands, for errors.
+        source: its text.
+        tokens: "bos_token" and the like, as far as the folder names them.
+    """
+
+    file: str
+    source: str
+    tokens: Mapping[str, str]
+    compiled: Template
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        max_chars: int,
+        seconds: float = RENDER_SECONDS,
+    ) -> str:
+        """The text.
+
+        Args:
+            messages: role, content and what else the template reads of each; plain values.
+            variables: further ones that the template knows (enable_thinking).
+
+        Raises:
+            InvalidInput: the template refuses the messages, or cannot take them.
+            PayloadTooLarge: the text would be longer than `max_chars`, or takes too long to make.
+        """
+        given = {
+            **self.tokens,
+            **(variables or {}),
+            "messages": [_with_reasoning(message) for message in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return write(self.compiled, Budget(seconds, max_chars), given)
+        except Refusal as error:
+            raise InvalidInput(f"the model's chat template refuses the messages: {_why(error)}", param=FIELD) from None
+        except OverBudget as error:
+            raise PayloadTooLarge(
+                f"the model's chat template ({self.file}) does not end with these messages: {error}", param=FIELD
+            ) from None
+        except RecursionError:
+            raise InvalidInput(
+                f"the model's chat template ({self.file}) calls itself without end with these messages", param=FIELD
+            ) from None
+        except Exception as error:  # noqa: BLE001 (an expression of a template can raise anything)
+            raise InvalidInput(
+                f"the model's chat template ({self.file}) does not take the messages: {type(error).__name__}: "
+                f"{_why(error)}",
+                param=FIELD,
+            ) from None
+
+
+def read_chat_template(files: TokenizerFiles) -> ChatTemplate | None:
+    """The template of a folder, or None where it has none.
+
+    Raises:
+        CheckpointError: one that is no jinja2, with its file, line and reason.
+    """
+    source = files.chat_template
+    if not source:
+        return None
+    own = files.folder / "chat_template.jinja"
+    file = own.name if own.exists() else "tokenizer_config.json"
+    try:
+        compiled = TemplateSandbox().from_string(source)
+    except TemplateSyntaxError as error:
+        raise CheckpointError(
+            f"the chat template in {files.folder / file} cannot be read: line {error.lineno}: {_why(error)}"
+        ) from None
+    except (TemplateError, RecursionError) as error:
+        raise CheckpointError(f"the chat template in {files.folder / file} cannot be read: {_why(error)}") from None
+    tokens = {f"{role}_token": token for role in _ROLES if (token := files.text_of(role)) is not None}
+    return ChatTemplate(file, source, tokens, compiled)
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy, with an assistant's thinking also under the older name for it."""
+    reasoning = message.get(REASONING)
+    return dict(message) if reasoning is None else {"thinking": reasoning, **message}
+
+
+def _why(error: BaseException) -> str:
+    return shorten(str(error) or type(error).__name__, _WHY_CHARS)
