@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rose.bench.made_tokenizers import write_tokenizer
+
 SEED = 20260904
 _STD = 0.02
 
@@ -234,13 +236,16 @@ SHAPES: Mapping[str, Shape] = {
 }
 
 
-def build_checkpoint(name: str, folder: Path, *, seed: int = SEED) -> Path:
+def build_checkpoint(name: str, folder: Path, *, seed: int = SEED, shapes: Mapping[str, Shape] | None = None) -> Path:
     """Write the folder of `name` unless it is there already; returns it.
+
+    Args:
+        shapes: where to look the name up; SHAPES if not given.
 
     Raises:
         KeyError: no such shape.
     """
-    shape = SHAPES[name]
+    shape = (SHAPES if shapes is None else shapes)[name]
     if (folder / "model.safetensors").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -269,18 +274,7 @@ def _write_files(shape: Shape, folder: Path) -> None:
             "pooling_mode_lasttoken": shape.pooling == "lasttoken",
         },
     )
-    _write_tokenizer(folder)
-
-
-def _write_tokenizer(folder: Path) -> None:
-    """Words by white space, a handful of them known: the loads send ids, a front only has to have a tokenizer."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = ["<s>", "<pad>", "</s>", "<unk>", *(chr(c) for c in range(ord("a"), ord("z") + 1))]
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    _dump(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    write_tokenizer(folder, shape.config, append_end=shape.pooling == "lasttoken")
 
 
 def _write_weights(shape: Shape, folder: Path, seed: int) -> None:
