@@ -6,17 +6,12 @@ which one. So `max_new_tokens` ends a sequence exactly, and an end token is seen
 is thrown away. When pages run out, the youngest running sequence loses its own and starts again from the tokens it has
 so far; the oldest one never does, so everything ends. Plain Python; knows neither devices nor models.
 
-One stream: batches run on the device in the order they were planned. So a page, a lane or a row of recurrent state may
-go to another sequence as soon as no *later* batch uses it, even while a launched batch still writes to it: whoever gets
-it uses it in a later batch. Content is offered to others only once its batch has ended well.
-
 Class BULK yields: its sequences start after all others, and lose lane and pages to them. It never starves: what was
 passed over or lost its pages too often counts as ONLINE from then on, with the age it has.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
@@ -24,22 +19,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rose.engine.generation.bulk import BULK_PREEMPTIONS, BulkPatience
 from rose.engine.generation.limits import GenerationLimits, check_limits
 from rose.engine.generation.pages import PagePool
 from rose.engine.generation.request import Finish, GenerateRequest, NewToken
-from rose.engine.generation.sequence import BatchPlan, Chunk, Sequence, State
+from rose.engine.generation.running import Running, age
+from rose.engine.generation.sequence import BatchPlan, Sequence, State
 from rose.engine.generation.validation import check_generate
 from rose.engine.generation.waiting import Deadlines, WaitingLine
 from rose.engine.request import Priority
 from rose.errors import DeadlineExceeded, RoseError
-
-# Batches the oldest BULK sequence may be left out of before it counts as ONLINE: seconds, at the 5 to 20 ms of a batch.
-BULK_PATIENCE = 256
-# How often a BULK sequence may lose its pages before it does.
-BULK_PREEMPTIONS = 4
-# Pages left free when a sequence starts beside others: one for each running one, so that all can go on for a while,
-# and at least this share of the cache.
-HEADROOM_SHARE = 100
 
 
 @dataclass(slots=True)
@@ -47,28 +36,20 @@ class SchedulerMetrics:
     """Counters since start.
 
     Attributes:
-        preemptions: sequences whose pages were taken from them.
-        recomputed_tokens: tokens that had been computed, or found, and were lost that way.
-        promotions: BULK sequences that came to count as ONLINE.
+        preemptions: times a sequence lost its pages.
+        recomputed_tokens: tokens that such a sequence computes again to go on; those it finds in the cache left out.
         wasted_tokens: drawn after their sequence had ended, and thrown away.
     """
 
     preemptions: int = 0
     recomputed_tokens: int = 0
-    promotions: int = 0
     wasted_tokens: int = 0
 
 
 class GenerationScheduler:
     """The open requests of one generating engine.
 
-    `next_batch` plans a batch, which is launched at once, or given to `fail_batch`. Plans end in the order they were
-    made, each by `commit` or `fail_batch`.
-
-    Attributes:
-        queued_tokens: tokens whose ids are known and which no planned batch computes yet: prompts, and what sequences
-            without pages have so far.
-        running: sequences that have pages and tokens left to plan.
+    `next_batch` plans a batch, which is staged and launched at once. Every plan ends by `commit` or `fail_batch`.
     """
 
     def __init__(self, limits: GenerationLimits, end_ids: Iterable[int] = ()) -> None:
@@ -81,25 +62,22 @@ class GenerationScheduler:
         """
         check_limits(limits)
         self.limits = limits
-        self.pages = PagePool(limits.num_pages, limits.page_size, reuse=limits.prefix_cache)
         self.metrics = SchedulerMetrics()
-        self.queued_tokens = 0
         self._end_ids = frozenset(end_ids)
         self._open: dict[int, Sequence] = {}
-        self._bulk: dict[int, Sequence] = {}
         self._waiting = WaitingLine()
+        self._waiting_tokens = 0
+        self._running = Running(limits)
+        self._bulk = BulkPatience()
         self._deadlines = Deadlines()
-        self._prefilling: list[Sequence] = []
-        self._decoding: dict[int, Chunk] = {}
-        self._drained: dict[int, Sequence] = {}
-        self._spent: list[Sequence] = []
-        self._lanes = list(range(limits.max_running, 0, -1))
         self._in_flight: deque[BatchPlan] = deque()
         self._serial = 0
         self._stuck = False
         self._blocked: tuple[int, int, int] | None = None
-        self._bulk_mark = (0, 0)
-        self._bulk_passed_over = 0
+
+    @property
+    def pages(self) -> PagePool:
+        return self._running.pages
 
     @property
     def open_requests(self) -> int:
@@ -107,16 +85,27 @@ class GenerationScheduler:
 
     @property
     def running(self) -> int:
-        return len(self._prefilling) + len(self._decoding)
+        """Sequences that have a lane, pages, and tokens left to plan."""
+        return len(self._running)
 
     @property
     def queued_requests(self) -> int:
-        """Requests that have no pages: not started, or started and set back."""
-        return len(self._open) - self.running - len(self._drained)
+        """Requests without pages: not started yet, or set back."""
+        return len(self._open) - self._running.holders
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens that are known and in no planned batch: prompts, and all tokens of sequences that were set back."""
+        return self._waiting_tokens + self._running.due_tokens
+
+    @property
+    def promotions(self) -> int:
+        """Sequences of class BULK that came to count as ONLINE, since start."""
+        return self._bulk.promotions
 
     @property
     def in_flight(self) -> int:
-        """Plans neither committed nor failed."""
+        """Plans that have not ended."""
         return len(self._in_flight)
 
     @property
@@ -131,8 +120,8 @@ class GenerationScheduler:
             InvalidInput: see `check_generate`. Nothing is queued then.
         """
         check_generate(request, self.limits, self._open)
-        prompt, sampling = len(request.ids), request.sampling
-        ids = np.empty(prompt + sampling.max_new_tokens, dtype=np.int32)
+        prompt = len(request.ids)
+        ids = np.empty(prompt + request.sampling.max_new_tokens, dtype=np.int32)
         ids[:prompt] = request.ids
         self._serial += 1
         sequence = Sequence(
@@ -147,11 +136,9 @@ class GenerationScheduler:
         )
         self._open[request.id] = sequence
         if sequence.rank:
-            self._bulk[sequence.serial] = sequence
-        self._waiting.push(sequence)
+            self._bulk.add(sequence)
         self._deadlines.push(sequence)
-        self.queued_tokens += prompt
-        self._stuck = False
+        self._wait(sequence)
 
     def abort(self, request_id: int) -> bool:
         """End a request, wherever it stands; tokens on their way are thrown away. Returns whether it was open."""
@@ -179,20 +166,21 @@ class GenerationScheduler:
         return self._deadlines.earliest()
 
     def next_batch(self) -> BatchPlan | None:
-        """Plan a batch, or None if nothing can be computed before a plan in flight ends. Call `expire` before."""
-        self._recycle_lanes()
-        self._grow()
+        """Plan a batch; None if nothing can be computed before a plan in flight ends. Call `expire` before."""
+        running, waiting = self._running, self._waiting
+        running.recycle_lanes()
+        for sequence in running.grow():
+            self._set_back(sequence)
         started: list[int] = []
-        line = self._waiting
-        if line.first(0) is not None:
-            self._admit(0, self._prompt_budget(), started)
-        chunks = self._decode()
+        if waiting.first(0) is not None:
+            self._admit(0, started)
+        chunks = running.decode()
         decodes = len(chunks)
-        budget = self._prefill(chunks, self.limits.batch_tokens - decodes)
-        if budget and line.first(0) is None and line.first(1) is not None:
-            self._admit(1, budget, started)
-            self._prefill(chunks, budget)
-        if self._bulk:
+        budget = running.prefill(chunks, self.limits.batch_tokens - decodes)
+        if budget and waiting.first(0) is None and waiting.first(1) is not None:
+            self._admit(1, started, budget)
+            running.prefill(chunks, budget)
+        if len(self._bulk):
             self._watch_bulk()
         if not chunks:
             self._stuck = True
@@ -209,13 +197,13 @@ class GenerationScheduler:
             tokens: one for each chunk that samples, in the order of the plan.
 
         Returns:
-            The same, told apart: None for a token that is thrown away, because its sequence has ended meanwhile.
+            What is to be told, in the same order; None for a token of a sequence that has ended meanwhile.
 
         Raises:
             RuntimeError: another plan than the oldest, or another number of tokens.
         """
-        if len(tokens) != sum(chunk.samples for chunk in plan.chunks):
-            raise RuntimeError(f"{len(tokens)} tokens for a plan that draws another number of them")
+        if len(tokens) != plan.draws:
+            raise RuntimeError(f"{len(tokens)} tokens for a plan that draws {plan.draws}")
         if not self._in_flight or self._in_flight[0] is not plan:
             raise RuntimeError("plans are committed in the order they were made, each once")
         self._in_flight.popleft()
@@ -226,39 +214,18 @@ class GenerationScheduler:
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.in_flight -= 1
-            if not chunk.samples:
-                if reuse and not sequence.finished:
-                    self._keep(sequence, chunk.start + chunk.length)
-                continue
-            token = next(drawn)
-            if sequence.finished:
-                self.metrics.wasted_tokens += 1
-                news.append(None)
-                continue
-            known = sequence.known
-            # What was known before the token has been computed now.
-            if reuse and known - sequence.kept * page_size >= page_size:
-                self._keep(sequence, known)
-            sequence.ids[known] = token
-            sequence.known = known = known + 1
-            if sequence.state is State.WAITING:
-                self.queued_tokens += 1
-            new = NewToken(sequence.request.id, token)
-            if known == sequence.prompt_length + 1:
-                new.cached_tokens = sequence.cached_tokens
-            if self._is_end(sequence, token):
-                new.finish = Finish.STOP
-                self._end(sequence)
-            elif known == sequence.max_length:
-                new.finish = Finish.LENGTH
-                self._end(sequence)
-            news.append(new)
+            # Of a decoding sequence `start` says nothing any more; all it knew before this token is computed now.
+            computed = sequence.known if chunk.samples else chunk.start + chunk.length
+            if reuse and computed - sequence.kept * page_size >= page_size and not sequence.finished:
+                self._running.keep(sequence, computed)
+            if chunk.samples:
+                news.append(self._take(sequence, next(drawn)))
         return news
 
     def fail(self, sequence: Sequence) -> bool:
         """End a sequence whose numbers cannot be trusted; nobody finds its pages again.
 
-        For one whose drawn token is of no use, call it before the `commit` of that plan, with any token in its place.
+        For one whose drawn token is of no use: call it before the `commit` of that plan, with any token in its place.
 
         Returns:
             Whether it had not ended before.
@@ -270,15 +237,18 @@ class GenerationScheduler:
         return True
 
     def fail_batch(self, plan: BatchPlan) -> list[int]:
-        """End every sequence of a plan that could not be launched or whose forward failed.
+        """End every sequence of a plan, because it could not be launched or its forward failed.
 
         Args:
             plan: any in flight.
 
         Returns:
             The requests that ended so.
+
+        Raises:
+            RuntimeError: the plan has ended already.
         """
-        # By identity: plans are compared by value otherwise.
+        # By identity: plans compare by value.
         where = next((index for index, other in enumerate(self._in_flight) if other is plan), None)
         if where is None:
             raise RuntimeError("this plan has ended already")
@@ -291,253 +261,98 @@ class GenerationScheduler:
                 failed.append(chunk.sequence.request.id)
         return failed
 
-    # Planning
-
-    def _recycle_lanes(self) -> None:
-        """Lanes of sequences that drew their last token in the batch before this one."""
-        for sequence in self._spent:
-            self._release_lane(sequence)
-        self._spent.clear()
-
-    def _grow(self) -> None:
-        """A page for every decoding sequence that has filled its last one, oldest first."""
-        short = [c.sequence for c in self._decoding.values() if c.sequence.computed >= c.sequence.capacity]
-        if len(short) > self.pages.available:
-            short.sort(key=_age)
-        for sequence in short:
-            if sequence.state is State.DECODE and self._page_is_free_for(sequence):
-                sequence.pages += self.pages.take(1)
-                sequence.capacity += self.limits.page_size
-
-    def _page_is_free_for(self, sequence: Sequence) -> bool:
-        """Take pages from others, or from the sequence itself where it is the youngest, until one is free."""
-        while not self.pages.available:
-            if any(drained.pages for drained in self._drained.values()):
-                # Nothing more is computed for them.
-                for drained in self._drained.values():
-                    self._release_pages(drained)
-                continue
-            youngest = max(self._runners(), key=_age)
-            self._preempt(youngest)
-            if youngest is sequence:
-                return False
-        return True
-
-    def _decode(self) -> list[Chunk]:
-        """One token of every decoding sequence."""
-        chunks = list(self._decoding.values())
-        last: list[Sequence] = []
-        for chunk in chunks:
-            sequence = chunk.sequence
-            start = chunk.start = sequence.computed
-            sequence.computed = start + 1
-            sequence.drawn = drawn = start + 2
-            sequence.in_flight += 1
-            if drawn == sequence.max_length:
-                last.append(sequence)
-        for sequence in last:
-            del self._decoding[sequence.serial]
-            self._drain(sequence)
-        return chunks
-
-    def _prompt_budget(self) -> int:
-        """Tokens left for prompts that start now."""
-        due = sum(_left(sequence) for sequence in self._prefilling if sequence.rank == 0)
-        return self.limits.batch_tokens - len(self._decoding) - due
-
-    def _prefill(self, chunks: list[Chunk], budget: int) -> int:
-        """Chunks of prompts that have pages, in their order. Returns what is left of the budget."""
-        done = 0
-        for sequence in self._prefilling:
-            if budget == 0:
-                break
-            length = min(budget, _left(sequence))
-            chunk = Chunk(sequence, sequence.computed, length, length == _left(sequence))
-            chunks.append(chunk)
-            budget -= length
-            self.queued_tokens -= length
-            sequence.computed += length
-            sequence.in_flight += 1
-            if chunk.samples:
-                done += 1
-                sequence.drawn += 1
-        for sequence in self._prefilling[:done]:
-            if sequence.drawn == sequence.max_length:
-                self._drain(sequence)
-            else:
-                sequence.state = State.DECODE
-                self._decoding[sequence.serial] = Chunk(sequence, sequence.computed, 1, samples=True, from_device=True)
-        del self._prefilling[:done]
-        return budget
-
-    def _drain(self, sequence: Sequence) -> None:
-        sequence.state = State.DRAINED
-        self._drained[sequence.serial] = sequence
-        # Its lane is named by the batch being planned, so another may have it from the next one on.
-        self._spent.append(sequence)
-
-    # Starting and setting back
-
-    def _admit(self, rank: int, budget: int, started: list[int]) -> None:
+    def _admit(self, rank: int, started: list[int], budget: int | None = None) -> None:
         """Start waiting sequences of a rank in their order, as long as there are tokens, lanes and pages for them."""
+        running = self._running
+        budget = running.prompt_budget() if budget is None else budget
         while budget > 0 and (head := self._waiting.first(rank)) is not None:
-            attempt = (head.serial, self.pages.releases, len(self._lanes))
-            # A sequence that was set back starts again once all its tokens are on the host.
-            if head.in_flight or attempt == self._blocked:
+            # One that was set back starts again once all its tokens are on the host.
+            if head.in_flight or self._blocked == (head.serial, self.pages.releases, running.free_lanes):
                 return
-            found = self._pages_to_start(head)
+            found = running.pages_to_start(head)
             if found is None and rank == 0:
-                before = len(self._decoding)
                 found = self._yielded_by_bulk(head)
-                budget += before - len(self._decoding)
             if found is None:
-                self._blocked = (head.serial, self.pages.releases, len(self._lanes))
+                self._blocked = (head.serial, self.pages.releases, running.free_lanes)
                 return
             self._waiting.pop(rank)
-            self._start(head, found)
-            budget -= _left(head)
+            self._waiting_tokens -= head.known
+            running.start(head, found)
+            tokens = head.known - head.computed
+            budget -= tokens
             if head.preemptions == 0:
                 started.append(head.request.id)
-
-    def _pages_to_start(self, head: Sequence) -> list[int] | None:
-        """The pages found for a waiting sequence, if a lane and all other pages it needs now are there; else None."""
-        if not self._lanes:
-            return None
-        # At least the last token is computed, and into a page of its own: full pages are never written to.
-        found = self.pages.match(head.ids, head.digests, (head.known - 1) // self.limits.page_size)
-        missing = self.limits.pages_for(head.known) - len(found) + self._headroom(self.running)
-        return found if self.pages.available_beside(found) >= missing else None
-
-    def _headroom(self, running: int) -> int:
-        return max(running, self.pages.total // HEADROOM_SHARE) if running else 0
+            else:
+                self.metrics.recomputed_tokens += tokens
 
     def _yielded_by_bulk(self, head: Sequence) -> list[int] | None:
-        """As `_pages_to_start`, with what running BULK sequences give up for it: all it takes, or nothing."""
-        bulk = sorted((s for s in self._runners() if s.rank > 0), key=_age)
-        gain = sum(self.pages.held_once(sequence.pages) for sequence in bulk)
-        wanted = self.limits.pages_for(head.known) + self._headroom(self.running - len(bulk))
-        if self.pages.available + gain < wanted:
+        """As `pages_to_start`, with what running BULK sequences give up for it: all that it takes, or nothing."""
+        bulk = sorted((sequence for sequence in self._running if sequence.rank > 0), key=age)
+        if not self._running.could_start(head, bulk):
             return None
-        while bulk:
-            self._preempt(bulk.pop())
-            found = self._pages_to_start(head)
-            if found is not None:
-                return found
-        return None
+        found = None
+        while bulk and found is None:
+            youngest = bulk.pop()
+            self._running.set_back(youngest)
+            self._set_back(youngest)
+            found = self._running.pages_to_start(head)
+        return found
 
-    def _start(self, sequence: Sequence, found: list[int]) -> None:
-        limits = self.limits
-        self.pages.share(found)
-        total = limits.pages_for(sequence.known)
-        sequence.pages = found + self.pages.take(total - len(found))
-        sequence.capacity = total * limits.page_size
-        sequence.kept = len(found)
-        sequence.computed = len(found) * limits.page_size
-        self.queued_tokens -= sequence.computed
-        if sequence.preemptions == 0:
-            sequence.cached_tokens = sequence.computed
-        sequence.lane = self._lanes.pop()
-        sequence.state = State.PREFILL
-        insort(self._prefilling, sequence, key=_age)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take lane and pages from a running sequence; it waits at its old place, with the tokens it has."""
+    def _set_back(self, sequence: Sequence) -> None:
+        """A running sequence has lost lane and pages; it waits at its old place."""
         self.metrics.preemptions += 1
-        self.metrics.recomputed_tokens += sequence.computed
-        self.queued_tokens += sequence.known - _left(sequence)
-        self._leave(sequence)
-        self._release_pages(sequence)
-        self._release_lane(sequence)
-        sequence.state = State.WAITING
-        sequence.computed = 0
-        sequence.preemptions += 1
         if sequence.rank and sequence.preemptions >= BULK_PREEMPTIONS:
-            self._promote(sequence)
-        self._waiting.push(sequence)
+            self._bulk.promote(sequence)
+        self._wait(sequence)
 
     def _watch_bulk(self) -> None:
-        """Count the batches that left out the oldest BULK sequence."""
-        oldest = next(iter(self._bulk.values()))
-        mark = (oldest.serial, oldest.computed)
-        if mark != self._bulk_mark:
-            self._bulk_mark, self._bulk_passed_over = mark, 0
+        overdue = self._bulk.overdue()
+        if overdue is None:
             return
-        self._bulk_passed_over += 1
-        if self._bulk_passed_over >= BULK_PATIENCE:
-            waits = oldest.state is State.WAITING
-            if waits:
-                self._waiting.forget_one()
-            self._promote(oldest)
-            if waits:
-                self._waiting.push(oldest)
-            else:
-                self._prefilling.sort(key=_age)
+        self._bulk.promote(overdue)
+        if overdue.state is State.WAITING:
+            self._waiting.forget_one()
+            self._waiting.push(overdue)
+        else:
+            self._running.aged()
 
-    def _promote(self, sequence: Sequence) -> None:
-        self.metrics.promotions += 1
-        del self._bulk[sequence.serial]
-        sequence.rank = 0
-
-    # Ending
-
-    def _is_end(self, sequence: Sequence, token: int) -> bool:
-        sampling = sequence.request.sampling
-        if token not in sampling.stop_ids and (sampling.ignore_eos or token not in self._end_ids):
-            return False
-        return sequence.known - sequence.prompt_length > sampling.min_new_tokens
-
-    def _keep(self, sequence: Sequence, computed: int) -> None:
-        """Offer the full pages among the first `computed` tokens to others."""
-        full = min(computed // self.limits.page_size, len(sequence.pages))
-        for index in range(sequence.kept, full):
-            digest = self.pages.digest_of(sequence.ids, sequence.digests, index)
-            self.pages.keep(sequence.pages[index], digest)
-        sequence.kept = full
-
-    def _end(self, sequence: Sequence) -> None:
-        self.queued_tokens -= _left(sequence)
-        self._leave(sequence)
-        sequence.finished = True
-        self._release_pages(sequence)
-        self._release_lane(sequence)
-        del self._open[sequence.request.id]
-        self._bulk.pop(sequence.serial, None)
-        self._deadlines.sweep(len(self._open))
+    def _wait(self, sequence: Sequence) -> None:
+        self._waiting.push(sequence)
+        self._waiting_tokens += sequence.known
         self._stuck = False
 
-    def _leave(self, sequence: Sequence) -> None:
-        """Take a sequence out of the collection its state names."""
-        if sequence.state is State.DECODE:
-            del self._decoding[sequence.serial]
-        elif sequence.state is State.DRAINED:
-            del self._drained[sequence.serial]
-        elif sequence.state is State.PREFILL:
-            self._prefilling.remove(sequence)
-        else:
+    def _take(self, sequence: Sequence, token: int) -> NewToken | None:
+        """A token has arrived."""
+        if sequence.finished:
+            self.metrics.wasted_tokens += 1
+            return None
+        sequence.ids[sequence.known] = token
+        known = sequence.known = sequence.known + 1
+        if sequence.state is State.WAITING:
+            self._waiting_tokens += 1
+        request = sequence.request
+        new = NewToken(request.id, token)
+        number = known - sequence.prompt_length
+        if number == 1:
+            new.cached_tokens = sequence.cached_tokens
+        sampling = request.sampling
+        ends = token in sampling.stop_ids or (token in self._end_ids and not sampling.ignore_eos)
+        if ends and number > sampling.min_new_tokens:
+            new.finish = Finish.STOP
+            self._end(sequence)
+        elif known == sequence.max_length:
+            new.finish = Finish.LENGTH
+            self._end(sequence)
+        return new
+
+    def _end(self, sequence: Sequence) -> None:
+        sequence.finished = True
+        if sequence.state is State.WAITING:
+            self._waiting_tokens -= sequence.known
             self._waiting.forget_one()
-
-    def _release_pages(self, sequence: Sequence) -> None:
-        if sequence.pages:
-            self.pages.release(sequence.pages)
-            sequence.pages = []
-            sequence.capacity = sequence.kept = 0
-
-    def _release_lane(self, sequence: Sequence) -> None:
-        if sequence.lane:
-            self._lanes.append(sequence.lane)
-            sequence.lane = 0
-
-    def _runners(self) -> Iterable[Sequence]:
-        yield from self._prefilling
-        for chunk in self._decoding.values():
-            yield chunk.sequence
-
-
-def _age(sequence: Sequence) -> tuple[int, int]:
-    """Smaller is served earlier and set back later."""
-    return sequence.rank, sequence.serial
-
-
-def _left(sequence: Sequence) -> int:
-    """Tokens that are known and in no planned batch."""
-    return sequence.known - sequence.computed if sequence.state <= State.PREFILL else 0
+        else:
+            self._running.leave(sequence)
+        del self._open[sequence.request.id]
+        self._bulk.discard(sequence)
+        self._deadlines.sweep(len(self._open))
+        self._stuck = False

@@ -112,3 +112,8 @@ class BatchPlan:
     @property
     def tokens(self) -> int:
         return self.decodes + sum(chunk.length for chunk in self.chunks[self.decodes :])
+
+    @property
+    def draws(self) -> int:
+        """Tokens it draws: one for each chunk that samples."""
+        return self.decodes + sum(chunk.samples for chunk in self.chunks[self.decodes :])
