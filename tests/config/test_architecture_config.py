@@ -126,7 +126,7 @@ def test_contradiction_is_refused_unless_settled(changes):
         (
             QWEN,
             {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
-            "'longrope' is not served: it has other freq",
+            "'longrope' is not served: it has other",
         ),
         (QWEN, {"rope_scaling": {"type": "su"}}, "'su' is not served: it is an older name of longrope"),
         (QWEN, {"rope_scaling": {"type": "ntk-ish"}}, "'ntk-ish' is not served: there are default, linear, dynamic"),
