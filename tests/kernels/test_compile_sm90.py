@@ -18,7 +18,22 @@ from rose.kernels.tiles import Tile
 pytestmark = pytest.mark.skipif(
     triton is None or triton.knobs.runtime.interpret, reason="needs Triton's compiler, not its interpreter"
 )
-MODULES = ("activation", "add_norm", "embed_layer_norm", "gemm", "gemm_sm90", "pool", "qk_norm_rope", "short_attention")
+MODULES = (
+    "activation",
+    "add_norm",
+    "causal_conv",
+    "embed_layer_norm",
+    "gated_delta_rule",
+    "gated_delta_step",
+    "gated_norm",
+    "gated_qk_norm_rope",
+    "gemm",
+    "gemm_sm90",
+    "pool",
+    "qk_norm_rope",
+    "short_attention",
+    "sigmoid_gate",
+)
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
@@ -119,6 +134,46 @@ def test_qk_norm_rope(compiled, heads, kv_heads, head_dim):
     qkv, table, w = bf16(5, (heads + 2 * kv_heads) * head_dim), torch.empty(64, head_dim), bf16(head_dim)
     qk_norm_rope_triton(qkv, ints(5), table, w, w, 1e-6, heads, kv_heads)
     check(compiled, 1)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 4), (8, 2)])
+def test_gated_attention(compiled, heads, kv_heads):
+    """Qwen3.5: 64 of 256 dimensions are turned, norm weights are in fp32."""
+    from rose.kernels.gated_qk_norm_rope import gated_qk_norm_rope_triton
+    from rose.kernels.sigmoid_gate import sigmoid_gate_triton
+
+    qkv, w = bf16(5, 2 * (heads + kv_heads) * 256), torch.empty(256)
+    q = gated_qk_norm_rope_triton(qkv, ints(5), torch.empty(64, 64), w, w, 1e-6, heads, kv_heads)
+    sigmoid_gate_triton(q, qkv)
+    check(compiled, 2)
+
+
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize(("value_heads", "sequences"), [(16, 1), (32, 48)])
+def test_gated_delta_net(compiled, carried, value_heads, sequences):
+    """A layer of Qwen3.5, as slices of its one packed product."""
+    from rose.kernels.carried import Carried
+    from rose.kernels.causal_conv import causal_conv_step_triton, causal_conv_triton
+    from rose.kernels.gated_delta_rule import DeltaHeads, Gates, gated_delta_rule_triton
+    from rose.kernels.gated_delta_step import gated_delta_step_triton
+    from rose.kernels.gated_norm import gated_norm_triton
+
+    heads, tokens = DeltaHeads(16, value_heads, 128, 128), 200 if sequences == 1 else sequences
+    C, V = heads.channels, value_heads * 128
+    packed = bf16(tokens, C + V + 2 * value_heads)
+    gates = Gates(packed[:, C + V :], torch.empty(value_heads), torch.empty(value_heads))
+    weight, bounds = bf16(C, 1, 4), ints(sequences + 1)
+    conv = Carried(bf16(9, C, 3), ints(sequences), ints(sequences)) if carried else None
+    states = Carried(torch.empty(9, value_heads, 128, 128), *conv[1:]) if carried else None
+    qkv = causal_conv_triton(packed[:, :C], weight, bounds, conv)
+    o = gated_delta_rule_triton(qkv, gates, bounds, heads, states)
+    gated_norm_triton(o, packed[:, C : C + V], torch.empty(128), 1e-6)
+    if carried and sequences == tokens:
+        causal_conv_step_triton(packed[:, :C], weight, conv)
+        gated_delta_step_triton(qkv, gates, heads, states)
+    check(compiled, 6 if carried and sequences == tokens else 4)
+    assert "wgmma" in compiled[1].asm["ptx"]
+    assert "wgmma" in compiled[2].asm["ptx"]
 
 
 def test_activations(compiled):
