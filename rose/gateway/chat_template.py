@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError
 
-from rose.config.tokenizer_files import TokenizerFiles
+from rose.config.generation import GenerationConfig
 from rose.errors import CheckpointError, InvalidInput, PayloadTooLarge
 from rose.gateway.inputs import shorten
 from rose.gateway.template_sandbox import Budget, OverBudget, Refusal, TemplateSandbox, write
@@ -20,10 +21,8 @@ from rose.gateway.template_sandbox import Budget, OverBudget, Refusal, TemplateS
 FIELD = "messages"
 # A conversation of a hundred messages takes about a millisecond.
 RENDER_SECONDS = 1.0
-# The tokens that templates may name, as transformers hands them over.
-_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 # What a caller's chat_template_kwargs may not replace.
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", *(f"{role}_token" for role in _ROLES)})
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 # An assistant's thinking, by the names that templates read.
 REASONING = "reasoning_content"
 _WHY_CHARS = 300
@@ -91,27 +90,29 @@ class ChatTemplate:
             ) from None
 
 
-def read_chat_template(files: TokenizerFiles) -> ChatTemplate | None:
-    """The template of a folder, or None where it has none.
+def read_chat_template(generation: GenerationConfig, folder: Path) -> ChatTemplate | None:
+    """The template for plain chats, or None where there is none.
+
+    Args:
+        folder: of the tokenizer's files, for errors.
 
     Raises:
         CheckpointError: one that is no jinja2, with its file, line and reason.
     """
-    source = files.chat_template
-    if not source:
+    source = generation.templates.get("default")
+    if source is None:
         return None
-    own = files.folder / "chat_template.jinja"
-    file = own.name if own.exists() else "tokenizer_config.json"
+    own = folder / "chat_template.jinja"
+    path = own if own.is_file() else folder / "tokenizer_config.json"
     try:
         compiled = TemplateSandbox().from_string(source)
     except TemplateSyntaxError as error:
         raise CheckpointError(
-            f"the chat template in {files.folder / file} cannot be read: line {error.lineno}: {_why(error)}"
+            f"the chat template in {path} cannot be read: line {error.lineno}: {_why(error)}"
         ) from None
     except (TemplateError, RecursionError) as error:
-        raise CheckpointError(f"the chat template in {files.folder / file} cannot be read: {_why(error)}") from None
-    tokens = {f"{role}_token": token for role in _ROLES if (token := files.text_of(role)) is not None}
-    return ChatTemplate(file, source, tokens, compiled)
+        raise CheckpointError(f"the chat template in {path} cannot be read: {_why(error)}") from None
+    return ChatTemplate(path.name, source, generation.special_tokens, compiled)
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
