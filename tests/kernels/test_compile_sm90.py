@@ -29,10 +29,13 @@ MODULES = (
     "gated_qk_norm_rope",
     "gemm",
     "gemm_sm90",
+    "paged_decode",
+    "paged_prefill",
     "pool",
     "qk_norm_rope",
     "short_attention",
     "sigmoid_gate",
+    "store_kv",
 )
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -208,6 +211,56 @@ def test_short_attention(compiled, heads, kv_heads, head_dim, max_length, causal
     q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
     short_attention_triton(q, k, v, ints(3), max_length, causal, 0.125)
     check(compiled, 1)
+
+
+def cache_and_packed(tokens, heads, kv_heads, head_dim):
+    """(k_cache, v_cache) of pages of 16, and q, k, v as views of one packed tensor."""
+    qkv = bf16(tokens, heads + 2 * kv_heads, head_dim)
+    caches = bf16(64, 16, kv_heads, head_dim), bf16(64, 16, kv_heads, head_dim)
+    return caches, qkv.split([heads, kv_heads, kv_heads], dim=1)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 8, 128), (32, 8, 128), (8, 2, 256), (14, 2, 64)])
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize(("sequences", "bound"), [(1, 1024), (64, 1024), (64, 16384)])
+def test_paged_decode(compiled, heads, kv_heads, head_dim, rotated, sequences, bound):
+    from rose.batch import HeadRotation
+    from rose.kernels.paged_decode import decode_tile, paged_decode_triton
+
+    caches, qkv = cache_and_packed(sequences, heads, kv_heads, head_dim)
+    w = bf16(head_dim)
+    rotation = HeadRotation(ints(sequences), torch.empty(bound, head_dim), w, w, 1e-6) if rotated else None
+    table = torch.empty(sequences, bound // 16, dtype=torch.int32)
+    paged_decode_triton(*qkv, *caches, table, ints(sequences), ints(sequences), bound, 0.1, None, rotation)
+    check(compiled, 1 if decode_tile(sequences, kv_heads, head_dim, bound).splits == 1 else 2)
+    text = compiled[0].asm["ptx"]
+    cached = [m.start() for m in re.finditer(r"ld\.global[a-z0-9.:_]*\.v4\.b32", text)]
+    assert cached[0] < text.index("griddepcontrol.wait"), "the first block of the cache waits for the new token"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 8, 128), (8, 2, 256), (14, 2, 64)])
+@pytest.mark.parametrize("tokens", [512, 4096])
+def test_paged_prefill(compiled, heads, kv_heads, head_dim, tokens):
+    from rose.kernels.paged_prefill import paged_prefill_triton
+
+    caches, (q, _, _) = cache_and_packed(tokens, heads, kv_heads, head_dim)
+    table = torch.empty(3, 512, dtype=torch.int32)
+    paged_prefill_triton(q, *caches, table, ints(3), ints(4), 1, 0.1)
+    check(compiled, 1)
+    assert "wgmma" in compiled[0].asm["ptx"]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "turned"), [(16, 8, 128, 128), (8, 2, 256, 64)])
+def test_store_kv(compiled, heads, kv_heads, head_dim, turned):
+    from rose.batch import HeadRotation
+    from rose.kernels.store_kv import qk_norm_rope_store_triton, store_kv_triton
+
+    caches, (_, k, v) = cache_and_packed(5, heads, kv_heads, head_dim)
+    store_kv_triton(k, v, *caches, ints(5))
+    w = bf16(head_dim)
+    rotation = HeadRotation(ints(5), torch.empty(64, turned), w, w, 1e-6)
+    qk_norm_rope_store_triton(bf16(5, (heads + 2 * kv_heads) * head_dim), rotation, *caches, ints(5))
+    check(compiled, 2)
 
 
 def _table_cases():
