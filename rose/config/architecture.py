@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rose.config.gated_delta import GatedDeltaConfig, read_gated_delta
 from rose.config.json_file import JsonFile
 from rose.config.rope import RopeScaling, read_rope
 
@@ -30,6 +31,8 @@ class ArchitectureConfig:
         causal_source: where `causal` came from ("config.json: is_causal", "default of qwen3", ...), printed at start.
         rope_theta: rotary base, or None without rotary embedding.
         rope_scaling: what stretches it, or None for the plain frequencies.
+        rotary_dim: how many dimensions of a head are turned, the first ones; None: all.
+        gated_delta: the layers that keep a recurrent state; None: every layer attends.
         attention_bias: q, k and v have biases; o has one too unless `output_bias` says otherwise.
         output_bias: whether o has a bias; None: as `attention_bias`.
         mlp_bias: the feed-forward's products have biases.
@@ -55,6 +58,8 @@ class ArchitectureConfig:
     causal_source: str
     rope_theta: float | None = None
     rope_scaling: RopeScaling | None = None
+    rotary_dim: int | None = None
+    gated_delta: GatedDeltaConfig | None = None
     attention_bias: bool = False
     output_bias: bool | None = None
     mlp_bias: bool = False
@@ -218,6 +223,75 @@ def _read_llama(config: JsonFile, causal: bool | None) -> ArchitectureConfig:
     )
 
 
+def _read_qwen3_5(config: JsonFile, causal: bool | None) -> ArchitectureConfig:
+    """Qwen3.5's text model: config.json of its own, or the `text_config` beside a vision tower's.
+
+    The three position axes of mrope are one for text, so its sections change nothing.
+    """
+    text = config.child("text_config") if "text_config" in config else config
+    heads, kv_heads = text.integer("num_attention_heads", 16), text.integer("num_key_value_heads", 4)
+    if heads % kv_heads:
+        raise config.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if not text.flag("attn_output_gate", True):
+        raise config.error("attn_output_gate is false: attention without its gate is not served for this family")
+    activation = _activation(text, "silu")
+    if activation != "silu":
+        raise config.error(f"hidden_act {activation!r} is not served for this family, only 'silu'")
+    rope = read_rope(text, default_share=0.25)
+    head_dim, num_layers = text.integer("head_dim", 256), text.integer("num_hidden_layers")
+    rotary_dim = int(head_dim * rope.share)
+    if rotary_dim % 2:
+        raise config.error(f"{rope.share:g} of head_dim {head_dim} is {rotary_dim}, and must be even to be turned")
+    is_causal, source = _retrieval_attention(config, text, causal)
+    # A generating class goes by the outer key, where there is one.
+    tied = config if "tie_word_embeddings" in config else text
+    return ArchitectureConfig(
+        architecture=_architecture(config, "Qwen3_5TextModel"),
+        model_type=config.text("model_type"),
+        vocab_size=text.integer("vocab_size"),
+        hidden_size=text.integer("hidden_size"),
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=text.integer("intermediate_size"),
+        norm_eps=text.number("rms_norm_eps", 1e-6),
+        activation=activation,
+        max_positions=rope.max_positions,
+        causal=is_causal,
+        causal_source=source,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        rotary_dim=rotary_dim,
+        gated_delta=read_gated_delta(text, num_layers),
+        attention_bias=text.flag("attention_bias", False),
+        tie_word_embeddings=tied.flag("tie_word_embeddings", False),
+        pad_token_id=text.count("pad_token_id") if "pad_token_id" in text else None,
+        dtype=_dtype(config if "dtype" in config or "torch_dtype" in config else text),
+    )
+
+
+def _retrieval_attention(config: JsonFile, text: JsonFile, asked: bool | None) -> tuple[bool, str]:
+    """(causal, where from) of a hybrid model's attending layers; a recurrence has one direction whatever is said.
+
+    The keys stand in either of the two objects.
+    """
+    if asked is not None:
+        return asked, "the caller's choice"
+    said: dict[str, bool] = {}
+    for level, before in [(config, "")] + ([(text, "text_config.")] if text is not config else []):
+        for key in ("is_causal", "use_bidirectional_attention"):
+            if key in level:
+                said[before + key] = level.flag(key) == (key == "is_causal")
+        contract = level.text(_CONTRACT, "")
+        if contract not in ("", "causal", "bidirectional"):
+            raise config.error(f"{_CONTRACT} is {contract!r}, and must be causal or bidirectional")
+        if contract:
+            said[before + _CONTRACT] = contract == "causal"
+    return _settled(config, said, default=True)
+
+
+_CONTRACT = "retrieval_attention_contract"
 _DECODER_KEYS = {"is_causal": True, "use_bidirectional_attention": False, "is_decoder": True}
 _READERS: dict[str, Callable[[JsonFile, bool | None], ArchitectureConfig]] = {
     "bert": _read_bert,
@@ -227,6 +301,8 @@ _READERS: dict[str, Callable[[JsonFile, bool | None], ArchitectureConfig]] = {
     "qwen3": _read_qwen3,
     "bidirectional_pplx_qwen3": _read_qwen3,
     **dict.fromkeys(_LLAMAS, _read_llama),
+    "qwen3_5": _read_qwen3_5,
+    "qwen3_5_text": _read_qwen3_5,
 }
 
 
@@ -238,8 +314,14 @@ def _causal(config: JsonFile, asked: bool | None, keys: dict[str, bool], *, defa
     if said == {"is_decoder": False} and _architecture(config, "").endswith("ForCausalLM"):
         # Older writers put `is_decoder: false` into every config; it only means something beside another class name.
         said["architectures"] = True
+    return _settled(config, said, default=default)
+
+
+def _settled(config: JsonFile, said: dict[str, bool], *, default: bool) -> tuple[bool, str]:
+    """`said` is what each key states; one of an inner object is written with a dot."""
     if len(set(said.values())) > 1:
-        stated = ", ".join(f"{key} = {config.data[key]}" for key in said)
+        outer = {key: config.child(key.split(".")[0]) if "." in key else config for key in said}
+        stated = ", ".join(f"{key} = {outer[key].data[key.split('.')[-1]]}" for key in said)
         raise config.error(
             f"the attention mode is contradictory ({stated}); settle it with --causal or --bidirectional"
         )

@@ -51,17 +51,20 @@ class Rope:
         theta: the base.
         scaling: None for the plain frequencies.
         max_positions: longest sequence the config allows, in tokens.
+        share: of a head's dimensions that are turned, the first ones.
     """
 
     theta: float
     scaling: RopeScaling | None
     max_positions: int
+    share: float = 1.0
 
 
-def read_rope(config: JsonFile, *, default_theta: float | None = None) -> Rope:
+def read_rope(config: JsonFile, *, default_theta: float | None = None, default_share: float | None = None) -> Rope:
     """
     Args:
         default_theta: what the family means where config.json states no base; None: it must state one.
+        default_share: likewise of partial_rotary_factor; None: the family turns all dimensions.
 
     Raises:
         CheckpointError: a scaling that is not served, with the reason, or one that lacks a number.
@@ -72,8 +75,11 @@ def read_rope(config: JsonFile, *, default_theta: float | None = None) -> Rope:
     if any(isinstance(value, dict) for value in scaling.data.values()):
         raise config.error("rotary settings that differ by layer are not served for this family")
     places = (scaling, parameters, config)
-    if any(place.number("partial_rotary_factor", 1.0) != 1.0 for place in places):
-        raise config.error("partial_rotary_factor is not served for this family")
+    share = next((place for place in places if "partial_rotary_factor" in place), config).number(
+        "partial_rotary_factor", default_share or 1.0
+    )
+    if not 0 < share <= 1 or (share < 1 and default_share is None):
+        raise config.error(f"partial_rotary_factor {share:g} is not served for this family")
     theta = next((place for place in places if "rope_theta" in place), config).number("rope_theta", default_theta)
     if theta <= 0:
         raise config.error(f"rope_theta is {theta:g}, and must be above 0")
@@ -82,7 +88,7 @@ def read_rope(config: JsonFile, *, default_theta: float | None = None) -> Rope:
     if found is not None and found.kind == "yarn":
         # Checkpoints leave max_position_embeddings as it was, and state the factor alone.
         positions = max(positions, int(found.original * found.factor))
-    return Rope(theta=theta, scaling=found, max_positions=positions)
+    return Rope(theta=theta, scaling=found, max_positions=positions, share=share)
 
 
 def _scaling(config: JsonFile, given: JsonFile, positions: int) -> RopeScaling | None:

@@ -18,7 +18,6 @@ from rose.kernels.launch import (
     constexpr,
     jit,
     launch,
-    next_power_of_2,
     require_contiguous,
     runs_triton,
     tl,
@@ -27,6 +26,7 @@ from rose.kernels.short_attention import sequence_of
 
 # Tokens and channels of one program.
 _TOKENS, _CHANNELS, _STEP_CHANNELS = 32, 128, 256
+# Boundaries looked at in one load, always so many: one compiled kernel for any number of sequences.
 _CHUNK = 1024
 
 
@@ -99,7 +99,8 @@ def _keep_latest(
             tl.store(own + slot, kept.to(own.dtype.element_ty), mask=inside)
 
 
-@jit(do_not_specialize=["B"])
+# Slices of a batch's arrays may begin anywhere, and must not each have a kernel of their own.
+@jit(do_not_specialize=["B", "cu_seqlens", "rows", "lengths"])
 def _causal_conv(
     x: Ptr,
     weight: Ptr,
@@ -154,7 +155,7 @@ def _causal_conv(
             _keep_latest(base, own, x_row, first, length, inside, continues, W)
 
 
-@jit
+@jit(do_not_specialize=["rows", "lengths"])
 def _causal_conv_step(
     x: Ptr,
     weight: Ptr,
@@ -230,7 +231,7 @@ def causal_conv_triton(x: Tensor, weight: Tensor, cu_seqlens: Tensor, carried: C
         W=W,
         BT=_TOKENS,
         BC=_CHANNELS,
-        CHUNK=min(_CHUNK, max(16, next_power_of_2(B))),
+        CHUNK=_CHUNK,
         ONE_CHUNK=B <= _CHUNK,
         CARRIED=carried is not None,
         device=x.device,

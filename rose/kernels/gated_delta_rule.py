@@ -27,7 +27,8 @@ from rose.kernels.short_attention import sequence_of
 
 CHUNK = 64
 _NORM_EPS = 1e-6
-_BOUNDS = 1024  # boundaries looked at in one load
+# Boundaries looked at in one load, always so many: one compiled kernel for any number of sequences.
+_BOUNDS = 1024
 
 
 class DeltaHeads(NamedTuple):
@@ -171,7 +172,8 @@ def inverse_unit_lower(lower: Ptr, row: Ptr, col: Ptr, LEVELS: constexpr, PRECIS
     return x
 
 
-@jit(do_not_specialize=["B"])
+# Slices of a batch's arrays may begin anywhere, and must not each have a kernel of their own.
+@jit(do_not_specialize=["B", "cu_seqlens"])
 def _solve_chunks(
     qkv: Ptr,
     logits: Ptr,
@@ -254,7 +256,7 @@ def _solve_chunks(
         tl.store(fades + place, tl.exp(total))
 
 
-@jit
+@jit(do_not_specialize=["cu_seqlens", "rows", "lengths"])
 def _walk_chunks(
     qkv: Ptr,
     cu_seqlens: Ptr,
@@ -387,7 +389,7 @@ def gated_delta_rule_triton(
         LEVELS=6,
         SCALE=DK**-0.5,
         EPS=_NORM_EPS,
-        BOUNDS=min(_BOUNDS, max(16, next_power_of_2(B))),
+        BOUNDS=_BOUNDS,
         ONE_LOAD=B <= _BOUNDS,
         PRECISE="ieee" if qkv.dtype is torch.float32 else "tf32x3",
         device=qkv.device,

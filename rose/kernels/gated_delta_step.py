@@ -36,7 +36,7 @@ def gated_delta_step_ref(qkv: Tensor, gates: Gates, heads: DeltaHeads, carried: 
     return (state * q.unsqueeze(-1)).sum(-2).to(qkv.dtype)
 
 
-@jit
+@jit(do_not_specialize=["rows", "lengths"])
 def _gated_delta_step(
     qkv: Ptr,
     logits: Ptr,

@@ -21,7 +21,8 @@ from rose.kernels.launch import (
 def sigmoid_gate_ref(x: Tensor, packed: Tensor) -> Tensor:
     heads = x.shape[1]
     gate = packed[:, : 2 * heads * x.shape[2]].unflatten(-1, (heads, 2, -1))[:, :, 1]
-    return (x.float() * gate.float().sigmoid()).to(x.dtype).flatten(1)
+    gated: Tensor = x.float() * gate.float().sigmoid()
+    return gated.to(x.dtype).flatten(1)
 
 
 @jit

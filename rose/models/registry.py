@@ -96,6 +96,20 @@ def _llama(name: str, refused: str = "") -> Entry:
     )
 
 
+def _qwen3_5(*architectures: str) -> Entry:
+    return Entry(
+        module="rose.models.qwen3_5",
+        class_name="Qwen35",
+        rules="qwen3_5",
+        architectures=architectures,
+        generates=tuple(name for name in architectures if not name.endswith("Model")),
+        attention="causal",
+        dtypes=("float32", "bfloat16"),
+        refused=_OUTGROWS,
+        oracles=("transformers",),
+    )
+
+
 # model_type -> row.
 BACKBONES: dict[str, Entry] = {
     "bert": Entry(
@@ -120,6 +134,8 @@ BACKBONES: dict[str, Entry] = {
     "llama": _llama("Llama"),
     "mistral": _llama("Mistral"),
     "qwen2": _llama("Qwen2", _OUTGROWS),
+    "qwen3_5": _qwen3_5("Qwen3_5Model", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
+    "qwen3_5_text": _qwen3_5("Qwen3_5TextModel", "Qwen3_5ForCausalLM"),
 }
 
 
