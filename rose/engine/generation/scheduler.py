@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rose.engine.generation.bulk import BULK_PREEMPTIONS, BulkPatience
+from rose.engine.generation.bulk import BulkPatience
 from rose.engine.generation.limits import GenerationLimits, check_limits
 from rose.engine.generation.pages import PagePool
 from rose.engine.generation.request import Finish, GenerateRequest, NewToken
@@ -269,13 +269,15 @@ class GenerationScheduler:
             # One that was set back starts again once all its tokens are on the host.
             if head.in_flight or self._blocked == (head.serial, self.pages.releases, running.free_lanes):
                 return
+            # Taken out first: what is set back for it may be older, and then waits before it.
+            self._waiting.pop(rank)
             found = running.pages_to_start(head)
             if found is None and rank == 0:
                 found = self._yielded_by_bulk(head)
             if found is None:
+                self._waiting.push(head)
                 self._blocked = (head.serial, self.pages.releases, running.free_lanes)
                 return
-            self._waiting.pop(rank)
             self._waiting_tokens -= head.known
             running.start(head, found)
             tokens = head.known - head.computed
@@ -301,7 +303,7 @@ class GenerationScheduler:
     def _set_back(self, sequence: Sequence) -> None:
         """A running sequence has lost lane and pages; it waits at its old place."""
         self.metrics.preemptions += 1
-        if sequence.rank and sequence.preemptions >= BULK_PREEMPTIONS:
+        if sequence.rank and self._bulk.is_worn(sequence):
             self._bulk.promote(sequence)
         self._wait(sequence)
 

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rose.engine.generation.bulk import BulkPatience
 from rose.engine.generation.limits import GenerationLimits
 from rose.engine.generation.request import Finish, GenerateRequest, Sampling
 from rose.engine.generation.scheduler import GenerationScheduler
@@ -53,6 +54,8 @@ class Serving(RuleBasedStateMachine):
             prefix_cache=kind == "reuse",
         )
         self.scheduler = GenerationScheduler(self.limits, [END])
+        # Promotions are rare by default.
+        self.scheduler._bulk = BulkPatience(batches=9, preemptions=2)
         self.device = PretendDevice(self.limits, recurrent=kind == "recurrent")
         self.known: dict[int, Known] = {}
         self.count = 0
