@@ -77,13 +77,18 @@ class TorchPagedPlan:
         self.paged = paged
         self.runs = _runs(batch, paged, spec.window)
         self._masks: dict[_Run, tuple[Tensor, Tensor | None]] = {}
-        self._slots: Tensor | None = None
+        self._slots = paged.slots
+        self._layer = cache.layers[-1]
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """Store k and v, then attend: [T, H, head_dim] -> [T, H, head_dim]."""
         pages_k, pages_v = self.cache.layer(layer)
-        if self._slots is None:  # not in the plan: a graph that captures this run has to convert what each replay reads
+        if layer <= self._layer:
+            # A pass over the layers begins. Here and not in the plan: a graph that captures the pass has to read anew
+            # what each replay is given.
+            self._masks.clear()
             self._slots = self.paged.slots.long()
+        self._layer = layer
         pages_k.flatten(0, 1).index_copy_(0, self._slots, k.to(pages_k.dtype))
         pages_v.flatten(0, 1).index_copy_(0, self._slots, v.to(pages_v.dtype))
         out = q.new_empty(q.shape)
@@ -145,7 +150,9 @@ class TorchPagedPlan:
 
 
 def _runs(batch: Batch, paged: PagedContext, window: int | None) -> list[_Run]:
-    host = paged.kv_lengths.tolist() if paged.kv_lengths.device.type == "cpu" else None
+    # A batch with a key may be replayed with other lengths.
+    readable = paged.kv_lengths.device.type == "cpu" and batch.key is None
+    host = paged.kv_lengths.tolist() if readable else None
     runs: list[_Run] = []
     first = 0
     for length, group in groupby(batch.lengths):

@@ -37,8 +37,7 @@ class GenerationKey(NamedTuple):
     """Shape and work of one batch, dummies included.
 
     Attributes:
-        tokens, sequences: of the batch as the model sees it.
-        rows: tokens drawn.
+        tokens, sequences: of the batch as the model sees it; a token is drawn for every sequence.
         kv_bound: most keys of one sequence.
         draw: how tokens are drawn.
         padded: rounded to a bucket of decoding sequences, so that a graph may serve it; else the batch's own shape.
@@ -46,7 +45,6 @@ class GenerationKey(NamedTuple):
 
     tokens: int
     sequences: int
-    rows: int
     kv_bound: int
     draw: Draw = GREEDY
     padded: bool = False
@@ -66,22 +64,22 @@ class GenerationBuckets:
         self.sequences = _sequence_steps(max_running)
         self.bounds = _kv_bounds(max_tokens)
 
-    def key(self, decodes: int, chunks: int, tokens: int, rows: int, longest: int, draw: Draw) -> GenerationKey:
+    def key(self, decodes: int, chunks: int, tokens: int, longest: int, draw: Draw) -> GenerationKey:
         """
         Args:
             decodes, chunks: sequences with one token each, and those with a chunk of their prompt.
-            tokens: of them all. rows: tokens to draw.
+            tokens: of them all.
             longest: keys of the longest sequence.
         """
         if chunks or not self._captures or decodes > self.sequences[-1]:
-            return GenerationKey(tokens, decodes + chunks, max(rows, 1), longest, draw)
+            return GenerationKey(tokens, decodes + chunks, longest, draw)
         size = self.sequences[bisect_left(self.sequences, decodes)]
         return self.decode_key(size, longest, draw)
 
     def decode_key(self, sequences: int, longest: int, draw: Draw = GREEDY) -> GenerationKey:
         """The padded key of a batch of `sequences`, which is one of `self.sequences`."""
         bound = self.bounds[bisect_left(self.bounds, longest)]
-        return GenerationKey(sequences, sequences, sequences, bound, draw, padded=True)
+        return GenerationKey(sequences, sequences, bound, draw, padded=True)
 
 
 def round_up(count: int) -> int:

@@ -64,6 +64,9 @@ def build_generation_engine(
     attention = load_backend(backend, spec)
     if not isinstance(attention, Paged):
         raise StartupError(f"attention backend {backend} keeps no pages, and generating needs some")
+    for name in ("max_running", "page_size"):
+        if getattr(config, name) < 1:
+            raise StartupError(f"{name} must be at least 1, not {getattr(config, name)}")
     lanes = config.max_running + 1
     states = None if model.recurrent is None else StatePools(model.recurrent, lanes, dtype, device)
     limits = GenerationLimits(

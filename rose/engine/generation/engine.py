@@ -28,7 +28,7 @@ from rose.engine.generation.metrics import GenerationMetrics
 from rose.engine.generation.request import GenerateRequest, GenerationStep, NewToken
 from rose.engine.generation.sampler import Drawn, read_drawn
 from rose.engine.generation.scheduler import GenerationScheduler
-from rose.engine.generation.sequence import BatchPlan, Sequence
+from rose.engine.generation.sequence import BatchPlan, Chunk
 from rose.engine.generation.staging import GenerationStaging, Staged
 from rose.engine.graphs import LazyGraphs
 from rose.engine.pipeline import Pipeline
@@ -309,18 +309,24 @@ class GenerationEngine:
             reason = _as_rose_error(error)
             failed.update(dict.fromkeys(self._scheduler.fail_batch(plan), reason))
             return
-        ids = drawn.ids
-        if ids and min(ids) < 0:
-            ids = self._end_non_finite(_drawing(plan), ids, failed)
+        chunks, ids = plan.chunks, drawn.ids
+        if min(ids) < 0:
+            ids = self._end_non_finite(chunks, ids, failed)
+        if plan.decodes < len(chunks):
+            ids = [token for token, chunk in zip(ids, chunks, strict=True) if chunk.samples]
         news = self._scheduler.commit(plan, ids)
         if drawn.logprobs:
-            _attach_logprobs(news, _drawing(plan), drawn)
+            _attach_logprobs(news, chunks, drawn)
         arrived = [new for new in news if new is not None]
         self.metrics.generated_tokens += len(arrived)
         tokens += arrived
 
-    def _end_non_finite(self, drawing: list[Sequence], ids: list[int], failed: dict[int, RoseError]) -> list[int]:
-        for sequence, token in zip(drawing, ids, strict=True):
+    def _end_non_finite(self, chunks: list[Chunk], ids: list[int], failed: dict[int, RoseError]) -> list[int]:
+        """Chunks that draw nothing are looked at too, before their pages are offered to others: where one token is not
+        finite, the last of its chunk is not.
+        """
+        for chunk, token in zip(chunks, ids, strict=True):
+            sequence = chunk.sequence
             if token < 0 and self._scheduler.fail(sequence):
                 new = sequence.known - sequence.prompt_length
                 self.metrics.non_finite_requests += 1
@@ -328,13 +334,10 @@ class GenerationEngine:
         return [max(token, 0) for token in ids]
 
 
-def _drawing(plan: BatchPlan) -> list[Sequence]:
-    return [chunk.sequence for chunk in plan.chunks if chunk.samples]
-
-
-def _attach_logprobs(news: list[NewToken | None], drawing: list[Sequence], drawn: Drawn) -> None:
-    for row, (new, sequence) in enumerate(zip(news, drawing, strict=True)):
-        wanted = sequence.request.sampling.logprobs
+def _attach_logprobs(news: list[NewToken | None], chunks: list[Chunk], drawn: Drawn) -> None:
+    rows = (row for row, chunk in enumerate(chunks) if chunk.samples)
+    for new, row in zip(news, rows, strict=True):
+        wanted = chunks[row].sequence.request.sampling.logprobs
         if new is not None and wanted is not None:
             new.logprob = drawn.logprobs[row]
             new.top = list(zip(drawn.top_ids[row][:wanted], drawn.top_logprobs[row][:wanted], strict=True))

@@ -71,7 +71,7 @@ class GenerationForward:
                 page_size=side.page_size,
                 max_kv_length=key.kv_bound,
                 decodes=staged.decodes,
-                states=None if side.states is None else parts["states"],
+                states=None if side.states is None else parts["lanes"],
             ),
             states=side.states,
         )

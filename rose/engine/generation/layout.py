@@ -42,10 +42,10 @@ class Part(NamedTuple):
 class Layout:
     """The parts of a batch of one key.
 
-    Parts: of a token `ids`, `positions`, `slots`; `cu_seqlens`; of a sequence `kv_lengths`, `states` (a lane) and a
-    row of pages in `table`; of a drawn token `rows` (of the packed axis) and `lanes` (where it is kept). Where some are
-    sampled, also `temperature`, `top_k`, `top_p`, `min_p`, `steps`, `seeds`; where some ids are banned, `banned` and
-    their `penalties` (-inf, or 0 for filling).
+    Parts: of a token `ids`, `positions`, `slots`; `cu_seqlens`; of a sequence `kv_lengths`, `lanes`, a row of pages in
+    `table`, and in `rows` the row of its last token. Where some tokens are sampled, also of a sequence `temperature`,
+    `top_k`, `top_p`, `min_p`, `steps`, `seeds`; where some ids are banned, `banned` and their `penalties` (-inf, or 0
+    for filling).
 
     Attributes:
         width: pages of a sequence in the table.
@@ -60,20 +60,20 @@ class Layout:
 @lru_cache(maxsize=4096)
 def layout_of(key: GenerationKey, page_size: int) -> Layout:
     """Remembered, since the same few come again and again."""
-    tokens, sequences, rows, draw = key.tokens, key.sequences, key.rows, key.draw
+    tokens, sequences, draw = key.tokens, key.sequences, key.draw
     width = -(-key.kv_bound // page_size)
     wanted: list[tuple[str, int, int, str]] = [
         *((name, tokens, 0, "i") for name in ("ids", "positions", "slots")),
         ("cu_seqlens", sequences + 1, 0, "i"),
-        *((name, sequences, 0, "i") for name in ("kv_lengths", "states")),
+        *((name, sequences, 0, "i") for name in ("kv_lengths", "lanes", "rows")),
         ("table", sequences, width, "i"),
-        *((name, rows, 0, "i") for name in ("rows", "lanes")),
     ]
     if draw.sampled:
-        wanted += [(name, rows, 0, "f") for name in ("temperature", "top_p", "min_p")]
-        wanted += [("top_k", rows, 0, "i"), ("steps", rows, 0, "i"), ("seeds", rows, 0, "l")]
+        wanted += [(name, sequences, 0, "f") for name in ("temperature", "top_p", "min_p")]
+        wanted += [(name, sequences, 0, "i") for name in ("top_k", "steps")]
+        wanted += [("seeds", sequences, 0, "l")]
     if draw.banned:
-        wanted += [("banned", rows, draw.banned, "i"), ("penalties", rows, draw.banned, "f")]
+        wanted += [("banned", sequences, draw.banned, "i"), ("penalties", sequences, draw.banned, "f")]
     parts, start = [], 0
     for name, count, columns, kind in wanted:
         elements = count * (columns or 1) * (2 if kind == "l" else 1)

@@ -33,7 +33,7 @@ class Staged:
         packed: [layout.size] int32 on the host; may be read until the slot's fence.
         lengths: tokens of each sequence, dummies included and last.
         decodes: leading sequences that have exactly one token each.
-        rows: drawn tokens that somebody wants; they come first, in the order of the plan's chunks that sample.
+        rows: sequences that are not dummies; they come first, in the order of the plan.
     """
 
     key: GenerationKey
@@ -46,17 +46,12 @@ class Staged:
 
 
 class _Work(NamedTuple):
-    """A plan, and of each of its chunks the lane and the position behind its last token.
-
-    Attributes:
-        drawn: indices of the chunks that sample.
-    """
+    """A plan, and of each of its chunks the lane and the position behind its last token."""
 
     chunks: list[Chunk]
     decodes: int
     lanes: list[int]
     ends: list[int]
-    drawn: list[int]
 
 
 @dataclass(slots=True)
@@ -93,24 +88,23 @@ class GenerationStaging:
             update(sequence)
             lanes.append(sequence.lane)
             ends.append(chunk.start + chunk.length)
-        drawn = [row for row, chunk in enumerate(chunks) if chunk.samples]
-        work = _Work(chunks, decodes, lanes, ends, drawn)
-        drawing = lanes if len(drawn) == len(lanes) else [lanes[row] for row in drawn]
-        steps = [ends[row] for row in drawn] - self._lanes.prompt_length[drawing]
-        bans = self._lanes.bans(drawing, steps) if self._lanes.banning else ()
+        work = _Work(chunks, decodes, lanes, ends)
+        steps = ends - self._lanes.prompt_length[lanes]
+        bans = self._lanes.bans(lanes, steps) if self._lanes.banning else ()
         tokens = decodes if decodes == len(chunks) else plan.tokens
-        draw = self._lanes.draw(drawing, bans)
-        key = self._buckets.key(decodes, len(chunks) - decodes, tokens, len(drawn), max(ends), draw)
+        draw = self._lanes.draw(lanes, bans)
+        key = self._buckets.key(decodes, len(chunks) - decodes, tokens, max(ends), draw)
         layout = layout_of(key, self._page_size)
         room = self._room(slot, layout.size)
         parts = host_parts(room.array, layout)
         lengths = self._fill_tokens(parts, work, tokens, key)
         self._fill_sequences(parts, work, layout)
-        self._fill_rows(parts, work, drawing, steps)
+        if draw.sampled:
+            self._fill_settings(parts, lanes, steps)
         if draw.banned:
             _fill_bans(parts["banned"], parts["penalties"], bans)
         decodes = key.sequences if key.padded else decodes
-        return Staged(key, slot, layout, room.tensor[: layout.size], lengths, decodes, len(drawn))
+        return Staged(key, slot, layout, room.tensor[: layout.size], lengths, decodes, len(chunks))
 
     def write_dummies(self, slot: int, key: GenerationKey) -> Staged:
         """A batch of padded `key` of nothing but dummies, each with as many keys as the key allows: page 0, again and
@@ -120,10 +114,10 @@ class GenerationStaging:
         room.array[: layout.size] = 0
         parts = host_parts(room.array, layout)
         parts["cu_seqlens"][:] = self._ramp_of(key.sequences + 1)
-        parts["rows"][:] = self._ramp_of(key.rows)
+        parts["rows"][:] = self._ramp_of(key.sequences)
         parts["positions"][:], parts["kv_lengths"][:] = key.kv_bound - 1, key.kv_bound
         packed = room.tensor[: layout.size]
-        return Staged(key, slot, layout, packed, (1,) * key.sequences, key.sequences, key.rows)
+        return Staged(key, slot, layout, packed, (1,) * key.sequences, key.sequences, key.sequences)
 
     def fence(self, slot: int, ticket: Ticket[Any]) -> None:
         """`slot` may be written again once `ticket` is ready."""
@@ -163,28 +157,19 @@ class GenerationStaging:
 
     def _fill_sequences(self, parts: Parts, work: _Work, layout: Layout) -> None:
         count = len(work.lanes)
-        kv, states, table = parts["kv_lengths"], parts["states"], parts["table"]
-        kv[:count], states[:count] = work.ends, work.lanes
+        kv, lanes, table = parts["kv_lengths"], parts["lanes"], parts["table"]
+        kv[:count], lanes[:count] = work.ends, work.lanes
         table[:count] = self._lanes.pages[work.lanes, : layout.width]
         if count < len(kv):
-            kv[count:], states[count:], table[count:] = 1, 0, 0
+            kv[count:], lanes[count:], table[count:] = 1, 0, 0
+        np.subtract(parts["cu_seqlens"][1:], 1, out=parts["rows"])
 
-    def _fill_rows(self, parts: Parts, work: _Work, drawing: list[int], steps: Array) -> None:
-        count = len(drawing)
-        rows, lanes = parts["rows"], parts["lanes"]
-        if work.decodes == len(work.chunks) == count:
-            rows[:] = self._ramp_of(len(rows))
-        else:
-            rows[:count] = parts["cu_seqlens"][1:][work.drawn]
-            rows[:count] -= 1
-            rows[count:] = 0
-        lanes[:count], lanes[count:] = drawing, 0
-        if "seeds" not in parts:
-            return
+    def _fill_settings(self, parts: Parts, lanes: list[int], steps: Array) -> None:
+        count, size = len(lanes), len(parts["steps"])
         parts["steps"][:count], parts["steps"][count:] = steps, 0
-        drawing = drawing + [0] * (len(rows) - count)
+        lanes = lanes + [0] * (size - count)
         for name in ("temperature", "top_k", "top_p", "min_p", "seeds"):
-            parts[name][:] = getattr(self._lanes, name)[drawing]
+            parts[name][:] = getattr(self._lanes, name)[lanes]
 
     def _room(self, slot: int, size: int) -> _Slot:
         fence = self._slots[slot].fence
