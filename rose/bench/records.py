@@ -56,7 +56,7 @@ class Row:
         gpu_util: share of the samples' time in which any kernel ran, as NVML tells it.
         new_tokens: generated a prompt.
         ttft_*_ms: from sending a request to its first token. tpot_*_ms: of a request, (last token - first) / (n - 1).
-        gap_p99_ms: between two tokens of one request.
+        gap_p99_ms: between two tokens of one request. step_ms: a token, once all prompts of a round are in.
         agreement: of generated tokens, those that are the reference's best where it has a clear one.
     """
 
@@ -91,6 +91,7 @@ class Row:
     tpot_p50_ms: float | None = None
     tpot_p99_ms: float | None = None
     gap_p99_ms: float | None = None
+    step_ms: float | None = None
     agreement: float | None = None
 
     @property
