@@ -42,7 +42,6 @@ class HeadRotation:
             ones only.
         q_weight, k_weight: [head_dim] of the norms, or both None for a family without.
         eps: of the norms.
-        weight_offset: added to their weights in fp32: 1 for families that store them less one.
     """
 
     positions: Tensor
@@ -50,7 +49,6 @@ class HeadRotation:
     q_weight: Tensor | None = None
     k_weight: Tensor | None = None
     eps: float = 0.0
-    weight_offset: float = 0.0
 
 
 @runtime_checkable

@@ -7,6 +7,7 @@ Knows pages and lengths; does not know which pages belong to whom.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -66,10 +67,11 @@ def paged_decode_ref(
     if rotation is not None:
         H, G = q.shape[1], k.shape[1]
         packed = torch.cat([q, k, v], dim=1)
-        rotate_heads_ref(packed.flatten(1), rotation, H, G)
+        rotate_heads_ref(packed.flatten(1), replace(rotation, positions=rotation.positions[: len(q)]), H, G)
         q, k, v = packed.split([H, G, G], dim=1)
-    store_kv_ref(k, v, k_cache, v_cache, slots)
-    result = paged_attention_ref(q, k_cache, v_cache, page_table, kv_lengths, [1] * len(q), scale, window)
+    B = len(q)
+    store_kv_ref(k, v, k_cache, v_cache, slots[:B])
+    result = paged_attention_ref(q, k_cache, v_cache, page_table[:B], kv_lengths[:B], [1] * B, scale, window)
     return result if out is None else out.copy_(result)
 
 
@@ -118,7 +120,8 @@ def paged_decode(
         k_cache, v_cache: [pages, page size, G, head_dim], contiguous. Rows of a sequence's pages past its length may
             hold anything, NaN included.
         page_table: [B, M] int32, contiguous. kv_lengths: [B] int32, the new token included, 1 at least.
-        slots: [B] int32: row of the cache each new token is stored in. That row is not read.
+        slots: [B] int32: row of the cache each new token is stored in. That row is not read. These three, and the
+            positions of the rotation, may have more rows, which are left alone.
         bound: no kv_length is larger; what is in a graph's key, as it decides how the keys are shared out.
         window: keys seen to the left, or None for all.
         rotation: what happens to q and k first, or None where it has happened.

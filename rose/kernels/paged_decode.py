@@ -58,12 +58,12 @@ def scratch_bytes(sequences: int, num_heads: int, head_dim: int, splits: int) ->
 
 
 @jit
-def _share(kv_length: Ptr, split: Ptr, WINDOW: constexpr, BN: constexpr, SPLITS: constexpr) -> tuple[Ptr, Ptr]:
-    """(first, end): cached positions of share `split`; the new token at kv_length - 1 is not among them."""
+def _share(kv_length: Ptr, split: Ptr, splits: Ptr, WINDOW: constexpr, BN: constexpr) -> tuple[Ptr, Ptr]:
+    """(first, end): cached positions of share `split` of `splits`; the new token at kv_length - 1 is not among them."""
     end = kv_length - 1
     lo = tl.maximum(end - WINDOW, 0) if WINDOW >= 0 else 0
     # Whole blocks, so that a short sequence has one program that works and others that leave.
-    length = (end - lo + SPLITS * BN - 1) // (SPLITS * BN) * BN
+    length = (end - lo + splits * BN - 1) // (splits * BN) * BN
     first = lo + split * length
     return first, tl.minimum(first + length, end)
 
@@ -80,7 +80,6 @@ def _head_rows(
     x: Ptr,
     mask: Ptr,
     norm_weight: Ptr,
-    offset: Ptr,
     cos: Ptr,
     sin: Ptr,
     swapped: Ptr,
@@ -97,8 +96,8 @@ def _head_rows(
         weight = cos
         partner_weight = cos
         if NORM:
-            weight = tl.load(norm_weight + col).to(tl.float32) + offset
-            partner_weight = tl.load(norm_weight + swapped).to(tl.float32) + offset
+            weight = tl.load(norm_weight + col).to(tl.float32)
+            partner_weight = tl.load(norm_weight + swapped).to(tl.float32)
         dtype: tl.constexpr = x.dtype.element_ty
         rows = norm_rope_rows(
             rows.to(tl.float32),
@@ -135,7 +134,7 @@ def attend_block(
     return new_top, total, acc
 
 
-@jit(do_not_specialize=["scale", "eps", "offset", "table_row"])
+@jit(do_not_specialize=["scale", "eps", "table_row", "splits"])
 def _paged_decode(
     q: Ptr,
     k: Ptr,
@@ -154,8 +153,8 @@ def _paged_decode(
     logs: Ptr,
     scale: Ptr,
     eps: Ptr,
-    offset: Ptr,
     table_row: Ptr,
+    splits: Ptr,
     q_row: Ptr,
     q_head: Ptr,
     k_row: Ptr,
@@ -171,19 +170,19 @@ def _paged_decode(
     WINDOW: constexpr,
     BM: constexpr,
     BN: constexpr,
-    SPLITS: constexpr,
+    SHARED: constexpr,
     PDL: constexpr,
 ) -> None:
     """Program (b * G + g, s): the query heads of key/value head g over share s of sequence b's keys.
 
-    ROTARY: 0 if q and k come as they are to be used. WINDOW: -1 for none.
+    ROTARY: 0 if q and k come as they are to be used. WINDOW: -1 for none. SHARED: there are other shares to merge with.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     sequence = tl.program_id(0) // G
     kv_head = tl.program_id(0) % G
     split = tl.program_id(1)
-    first, end = _share(tl.load(kv_lengths + sequence), split, WINDOW, BN, SPLITS)
+    first, end = _share(tl.load(kv_lengths + sequence), split, splits, WINDOW, BN)
     pages = page_table + sequence.to(tl.int64) * table_row
     col = tl.arange(0, HEAD_DIM)
     block = tl.arange(0, BN)
@@ -204,14 +203,14 @@ def _paged_decode(
         here = sequence.to(tl.int64)
         mask = (member < GROUP)[:, None]
         q_at = q + here * q_row + head[:, None] * q_head
-        q_block = _head_rows(q_at, mask, q_weight, offset, cos, sin, swapped, col, eps, HEAD_DIM, ROTARY, NORM)
+        q_block = _head_rows(q_at, mask, q_weight, cos, sin, swapped, col, eps, HEAD_DIM, ROTARY, NORM)
         top = tl.full((BM,), float("-inf"), tl.float32)
         total = tl.zeros((BM,), tl.float32)
         acc = tl.zeros((BM, HEAD_DIM), tl.float32)
         if split == 0:
             one = tl.arange(0, 1)[:, None]
             k_at = k + here * k_row + kv_head * k_head + one
-            new_k = _head_rows(k_at, one == 0, k_weight, offset, cos, sin, swapped, col, eps, HEAD_DIM, ROTARY, NORM)
+            new_k = _head_rows(k_at, one == 0, k_weight, cos, sin, swapped, col, eps, HEAD_DIM, ROTARY, NORM)
             new_v = tl.load(v + here * v_row + kv_head * v_head + one + col[None, :])
             tl.store(k_cache + slot + one + at, new_k)
             tl.store(v_cache + slot + one + at, new_v)
@@ -229,25 +228,25 @@ def _paged_decode(
             )
         result = acc / total[:, None]
         row = sequence * (G * GROUP) + head
-        if SPLITS == 1:
-            tl.store(out + row[:, None] * HEAD_DIM + col[None, :], result.to(out.dtype.element_ty), mask=mask)
-        else:
-            piece = row * SPLITS + split
+        if SHARED:
+            piece = row * splits + split
             tl.store(part + piece[:, None] * HEAD_DIM + col[None, :], result, mask=mask)
             tl.store(logs + piece, top + tl.log2(total), mask=member < GROUP)
+        else:
+            tl.store(out + row[:, None] * HEAD_DIM + col[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-@jit
+@jit(do_not_specialize=["splits"])
 def _merge(
     part: Ptr,
     logs: Ptr,
     kv_lengths: Ptr,
     out: Ptr,
+    splits: Ptr,
     H: constexpr,
     HEAD_DIM: constexpr,
     WINDOW: constexpr,
     BN: constexpr,
-    SPLITS: constexpr,
     SPLIT_LANES: constexpr,
     PDL: constexpr,
 ) -> None:
@@ -256,11 +255,11 @@ def _merge(
         tl.extra.cuda.gdc_launch_dependents()
     sequence = tl.program_id(0)
     split = tl.arange(0, SPLIT_LANES)
-    first, end = _share(tl.load(kv_lengths + sequence), split, WINDOW, BN, SPLITS)
-    filled = (split == 0) | ((first < end) & (split < SPLITS))
+    first, end = _share(tl.load(kv_lengths + sequence), split, splits, WINDOW, BN)
+    filled = (split == 0) | ((first < end) & (split < splits))
     row = sequence * H + tl.program_id(1)
     col = tl.arange(0, HEAD_DIM)
-    piece = row * SPLITS + split
+    piece = row * splits + split
     if PDL:
         tl.extra.cuda.gdc_wait()
     log = tl.load(logs + piece, mask=filled, other=float("-inf"))
@@ -336,8 +335,8 @@ def paged_decode_triton(
         logs,
         scale * _LOG2_E,
         0.0 if rotation is None else rotation.eps,
-        0.0 if rotation is None else rotation.weight_offset,
         page_table.shape[1],
+        tile.splits,
         q.stride(0),
         q.stride(1),
         k.stride(0),
@@ -353,7 +352,7 @@ def paged_decode_triton(
         WINDOW=-1 if window is None else window,
         BM=max(16, next_power_of_2(H // G)),
         BN=tile.bn,
-        SPLITS=tile.splits,
+        SHARED=tile.splits > 1,
         device=q.device,
         warps=tile.warps,
         stages=tile.stages,
@@ -366,11 +365,11 @@ def paged_decode_triton(
             logs,
             kv_lengths,
             out,
+            tile.splits,
             H=H,
             HEAD_DIM=head_dim,
             WINDOW=-1 if window is None else window,
             BN=tile.bn,
-            SPLITS=tile.splits,
             SPLIT_LANES=next_power_of_2(tile.splits),
             device=q.device,
             warps=4,

@@ -6,6 +6,8 @@ Knows rows and slots; does not know which pages belong to whom.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -24,20 +26,20 @@ from rose.kernels.launch import (
 )
 
 
-def store_kv_ref(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    rows = slots.long()
-    k_cache.view(-1, *k_cache.shape[2:])[rows] = k
-    v_cache.view(-1, *v_cache.shape[2:])[rows] = v
+def store_kv_ref(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, start: int = 0) -> None:
+    rows = slots[start:].long()
+    k_cache.view(-1, *k_cache.shape[2:])[rows] = k[start:]
+    v_cache.view(-1, *v_cache.shape[2:])[rows] = v[start:]
 
 
 def qk_norm_rope_store_ref(
-    qkv: Tensor, rotation: HeadRotation, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+    qkv: Tensor, rotation: HeadRotation, k_cache: Tensor, v_cache: Tensor, slots: Tensor, start: int = 0
 ) -> None:
     G, head_dim = k_cache.shape[2:]
     H = qkv.shape[1] // head_dim - 2 * G
-    rotate_heads_ref(qkv, rotation, H, G)
+    rotate_heads_ref(qkv[start:], replace(rotation, positions=rotation.positions[start:]), H, G)
     _, k, v = qkv.view(-1, H + 2 * G, head_dim).split([H, G, G], dim=1)
-    store_kv_ref(k, v, k_cache, v_cache, slots)
+    store_kv_ref(k, v, k_cache, v_cache, slots, start)
 
 
 def rotate_heads_ref(qkv: Tensor, rotation: HeadRotation, H: int, G: int) -> None:
@@ -46,7 +48,7 @@ def rotate_heads_ref(qkv: Tensor, rotation: HeadRotation, H: int, G: int) -> Non
     cos, sin = rotation.table[rotation.positions].unsqueeze(1).chunk(2, dim=-1)
     turned = rotation.table.shape[1]
     for part, weight in ((heads[:, :H], rotation.q_weight), (heads[:, H : H + G], rotation.k_weight)):
-        rows = part if weight is None else rms_norm_ref(part, weight.float() + rotation.weight_offset, rotation.eps)
+        rows = part if weight is None else rms_norm_ref(part, weight, rotation.eps)
         first, second = rows[..., :turned].float().chunk(2, dim=-1)
         part[..., turned:] = rows[..., turned:]
         part[..., :turned] = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
@@ -92,13 +94,14 @@ def norm_rope_rows(
     return x * cos + partner * sin
 
 
-@jit
+@jit(do_not_specialize=["start"])
 def _store_kv(
     k: Ptr,
     v: Ptr,
     k_cache: Ptr,
     v_cache: Ptr,
     slots: Ptr,
+    start: Ptr,
     k_row: Ptr,
     k_head: Ptr,
     v_row: Ptr,
@@ -112,13 +115,13 @@ def _store_kv(
     """One program: HEADS neighbouring key/value heads of one token."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    token = tl.program_id(0)
+    token = start + tl.program_id(0)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     col = tl.arange(0, COLS)
     mask = (head < G)[:, None] & (col < HEAD_DIM)[None, :]
     row = tl.load(slots + token).to(tl.int64) * (G * HEAD_DIM)
     to = row + head[:, None] * HEAD_DIM + col[None, :]
-    at = token.to(tl.int64)
+    at = tl.cast(token, tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
     keys = tl.load(k + at * k_row + head[:, None] * k_head + col[None, :], mask=mask)
@@ -127,7 +130,7 @@ def _store_kv(
     tl.store(v_cache + to, values, mask=mask)
 
 
-@jit(do_not_specialize=["eps", "weight_offset"])
+@jit(do_not_specialize=["eps", "start"])
 def _qk_norm_rope_store(
     qkv: Ptr,
     positions: Ptr,
@@ -135,10 +138,10 @@ def _qk_norm_rope_store(
     q_weight: Ptr,
     k_weight: Ptr,
     eps: Ptr,
-    weight_offset: Ptr,
     k_cache: Ptr,
     v_cache: Ptr,
     slots: Ptr,
+    start: Ptr,
     H: constexpr,
     G: constexpr,
     HEAD_DIM: constexpr,
@@ -151,7 +154,7 @@ def _qk_norm_rope_store(
     """One program: HEADS neighbouring heads of one token, queries back to their place, keys and values to the cache."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    token = tl.program_id(0)
+    token = start + tl.program_id(0)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     col = tl.arange(0, COLS)
     inside = col < HEAD_DIM
@@ -163,14 +166,14 @@ def _qk_norm_rope_store(
     weight = cos[None, :]
     partner_weight = cos[None, :]
     if NORM:
-        wq = tl.load(q_weight + col, mask=inside, other=0.0).to(tl.float32) + weight_offset
-        wk = tl.load(k_weight + col, mask=inside, other=0.0).to(tl.float32) + weight_offset
+        wq = tl.load(q_weight + col, mask=inside, other=0.0).to(tl.float32)
+        wk = tl.load(k_weight + col, mask=inside, other=0.0).to(tl.float32)
         weight = tl.where(is_query, wq[None, :], wk[None, :])
-        wq = tl.load(q_weight + swapped, mask=inside, other=0.0).to(tl.float32) + weight_offset
-        wk = tl.load(k_weight + swapped, mask=inside, other=0.0).to(tl.float32) + weight_offset
+        wq = tl.load(q_weight + swapped, mask=inside, other=0.0).to(tl.float32)
+        wk = tl.load(k_weight + swapped, mask=inside, other=0.0).to(tl.float32)
         partner_weight = tl.where(is_query, wq[None, :], wk[None, :])
     slot = tl.load(slots + token).to(tl.int64) * (G * HEAD_DIM)
-    row = token.to(tl.int64) * ((H + 2 * G) * HEAD_DIM) + head[:, None] * HEAD_DIM
+    row = tl.cast(token, tl.int64) * ((H + 2 * G) * HEAD_DIM) + head[:, None] * HEAD_DIM
     if PDL:
         tl.extra.cuda.gdc_wait()
     plain = tl.load(qkv + row + col[None, :], mask=mask, other=0.0)
@@ -202,7 +205,7 @@ def check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
         )
 
 
-def store_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+def store_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, start: int = 0) -> None:
     check_cache(k_cache, v_cache)
     require_contiguous(slots=slots)
     G, head_dim = k_cache.shape[2:]
@@ -211,12 +214,13 @@ def store_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot
     heads = min(8, next_power_of_2(G))
     launch(
         _store_kv,
-        (k.shape[0], cdiv(G, heads)),
+        (k.shape[0] - start, cdiv(G, heads)),
         k,
         v,
         k_cache,
         v_cache,
         slots,
+        start,
         k.stride(0),
         k.stride(1),
         v.stride(0),
@@ -231,7 +235,7 @@ def store_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot
 
 
 def qk_norm_rope_store_triton(
-    qkv: Tensor, rotation: HeadRotation, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+    qkv: Tensor, rotation: HeadRotation, k_cache: Tensor, v_cache: Tensor, slots: Tensor, start: int = 0
 ) -> None:
     check_cache(k_cache, v_cache)
     q_weight, k_weight = rotation.q_weight, rotation.k_weight
@@ -244,17 +248,17 @@ def qk_norm_rope_store_triton(
     norm = q_weight is not None and k_weight is not None
     launch(
         _qk_norm_rope_store,
-        (qkv.shape[0], cdiv(H + 2 * G, heads)),
+        (qkv.shape[0] - start, cdiv(H + 2 * G, heads)),
         qkv,
         positions,
         table,
         q_weight if norm else table,
         k_weight if norm else table,
         rotation.eps,
-        rotation.weight_offset,
         k_cache,
         v_cache,
         slots,
+        start,
         H=H,
         G=G,
         HEAD_DIM=head_dim,
@@ -267,24 +271,27 @@ def qk_norm_rope_store_triton(
     )
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, start: int = 0) -> None:
     """Write each token's keys and values to its slot.
 
     Args:
         k, v: [T, G, head_dim], the last axis contiguous.
         k_cache, v_cache: [pages, page size, G, head_dim], contiguous.
         slots: [T] int32. Where several tokens share one, one of them stays.
+        start: tokens before it are left out. (Views that begin there would be compiled for once more.)
     """
-    (store_kv_triton if runs_triton(k) else store_kv_ref)(k, v, k_cache, v_cache, slots)
+    (store_kv_triton if runs_triton(k) else store_kv_ref)(k, v, k_cache, v_cache, slots, start)
 
 
-def qk_norm_rope_store(qkv: Tensor, rotation: HeadRotation, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+def qk_norm_rope_store(
+    qkv: Tensor, rotation: HeadRotation, k_cache: Tensor, v_cache: Tensor, slots: Tensor, start: int = 0
+) -> None:
     """QK norm, rotary embedding and `store_kv` in one pass.
 
     Args:
         qkv: [T, (H + 2 G) head_dim], heads in the order q, k, v. Queries are changed in place; what its keys hold
             afterwards is not said.
-        k_cache, v_cache, slots: as in `store_kv`.
+        k_cache, v_cache, slots, start: as in `store_kv`.
     """
     run = qk_norm_rope_store_triton if runs_triton(qkv) else qk_norm_rope_store_ref
-    run(qkv, rotation, k_cache, v_cache, slots)
+    run(qkv, rotation, k_cache, v_cache, slots, start)

@@ -110,7 +110,6 @@ def test_decode_turns_heads_on_the_way(place, close, heads, turned, norm):
         rope_table(128, turned, 1e4, place.device),
         *weights,
         1e-6,
-        1.0 if turned < head_dim else 0.0,
     )
     ready = case.packed.clone()
     rotate_heads_ref(ready, rotation, H, G)

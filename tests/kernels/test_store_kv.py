@@ -65,26 +65,52 @@ def test_qk_norm_rope_store(place, close, heads, kv_heads, head_dim, norm):
             assert torch.equal(flat(got)[others].nan_to_num(9.0), flat(before)[others].nan_to_num(9.0))
 
 
-def test_partial_rotary_with_weights_less_one(place, close):
-    """Qwen3.5: 64 of 256 dims turn, norms hold their weight less one; against transformers' functions."""
+def test_partial_rotary(place, close):
+    """64 of 256 dims turn, as in Qwen3.5; against transformers' functions."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb
 
     heads, kv_heads, head_dim, turned, tokens = 4, 2, 256, 64, 6
     qkv = place.randn(tokens, (heads + 2 * kv_heads) * head_dim)
     positions, table = place.tensor([0, 1, 2, 0, 77, 3000]), rope_table(3001, turned, 1e7, place.device)
-    weights = [place.randn(head_dim) * 0.1 for _ in range(2)]
+    weights = [place.randn(head_dim) for _ in range(2)]
     k_cache, v_cache = caches(place, 4, 16, kv_heads, head_dim)
     slots = place.tensor([3, 2, 20, 63, 33, 5])
     q, k, v = qkv.double().view(tokens, -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)
-    q, k = (F.rms_norm(x, (head_dim,), w.double() + 1, 1e-6) for x, w in zip((q, k), weights, strict=True))
+    q, k = (F.rms_norm(x, (head_dim,), w.double(), 1e-6) for x, w in zip((q, k), weights, strict=True))
     cos, sin = (x.double().repeat(1, 2)[None] for x in table[positions.long()].chunk(2, dim=-1))
     q, k = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
     for run in (qk_norm_rope_store_triton, qk_norm_rope_store_ref):
         mine = qkv.clone()
-        run(mine, HeadRotation(positions, table, *weights, 1e-6, 1.0), k_cache, v_cache, slots)
+        run(mine, HeadRotation(positions, table, *weights, 1e-6), k_cache, v_cache, slots)
         close(mine.view(tokens, -1, head_dim)[:, :heads], q[0].transpose(0, 1), factor=3)
         close(flat(k_cache)[slots.long()], k[0].transpose(0, 1), factor=3)
         close(flat(v_cache)[slots.long()], v)
+
+
+def test_tokens_before_the_start_are_left_alone(place, close):
+    heads, kv_heads, head_dim = 4, 2, 32
+    qkv = place.randn(7, (heads + 2 * kv_heads) * head_dim)
+    rotation = HeadRotation(place.tensor([9, 8, 7, 0, 1, 2, 3]), rope_table(10, head_dim, 1e4, place.device))
+    slots = place.tensor([5, 6, 7, 40, 41, 42, 43])
+    k_cache, v_cache = caches(place, 4, 16, kv_heads, head_dim)
+    whole, expected = qkv.clone(), (k_cache.clone(), v_cache.clone())
+    qk_norm_rope_store_ref(whole, rotation, *expected, slots)
+    for cache, before in zip(expected, (k_cache, v_cache), strict=True):
+        cache[0] = before[0]
+    for run in (qk_norm_rope_store_triton, qk_norm_rope_store_ref):
+        mine, stored = qkv.clone(), (k_cache.clone(), v_cache.clone())
+        run(mine, rotation, *stored, slots, 3)
+        assert torch.equal(mine[:3], qkv[:3])
+        close(mine[3:, : heads * head_dim], whole[3:, : heads * head_dim])
+        for got, want in zip(stored, expected, strict=True):
+            close(got.nan_to_num(9.0), want.nan_to_num(9.0))
+    for run in (store_kv_triton, store_kv_ref):
+        _, k, v = qkv.view(7, -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+        stored = k_cache.clone(), v_cache.clone()
+        run(k, v, *stored, slots, 3)
+        assert torch.equal(stored[0][0], k_cache[0])
+        assert torch.equal(flat(stored[0])[40:44], k[3:])
+        assert torch.equal(flat(stored[1])[40:44], v[3:])
 
 
 def test_what_does_not_fit_is_refused(place):
