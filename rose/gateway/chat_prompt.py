@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rose.errors import PayloadTooLarge
+from rose.errors import InvalidInput
 from rose.gateway.chat_marks import ControlMarks
 from rose.gateway.chat_template import FIELD, ChatTemplate
 from rose.gateway.text_bounds import most_chars
@@ -27,7 +27,8 @@ class ChatPrompt:
         added = tokenizer.added_tokens().values()
         self._marks = ControlMarks(
             special=(text for text, special in added if special),
-            template=(text for text, special in added if not special and text in template.source),
+            # Gemma's line ends are added tokens too, and mean nothing but themselves.
+            template=(text for text, special in added if not special and text.strip() and text in template.source),
         )
 
     async def ids(
@@ -44,13 +45,13 @@ class ChatPrompt:
             max_tokens: that the model takes; what could never be so few is not even rendered.
 
         Raises:
-            InvalidInput, PayloadTooLarge: as `ChatTemplate.render`.
+            InvalidInput: as `ChatTemplate.render`, or messages of too many characters.
             Overloaded: the tokenizer's pool has enough to do.
         """
         most = most_chars(max_tokens)
         chars = sum(len(text) for message in messages for text in message.values() if isinstance(text, str))
         if chars > most:
-            raise PayloadTooLarge(
+            raise InvalidInput(
                 f"the messages have {chars} characters; the limit is {most} characters, since the model takes "
                 f"{max_tokens} tokens",
                 param=FIELD,

@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Template, TemplateError, TemplateSyntaxError
 
 from rose.config.generation import GenerationConfig
-from rose.errors import CheckpointError, InvalidInput, PayloadTooLarge
+from rose.errors import CheckpointError, InvalidInput
 from rose.gateway.inputs import shorten
 from rose.gateway.template_sandbox import Budget, OverBudget, Refusal, TemplateSandbox, write
 
@@ -59,8 +59,8 @@ class ChatTemplate:
             variables: further ones that the template knows (enable_thinking).
 
         Raises:
-            InvalidInput: the template refuses the messages, or cannot take them.
-            PayloadTooLarge: the text would be longer than `max_chars`, or takes too long to make.
+            InvalidInput: the template refuses the messages, or cannot take them, or makes more than `max_chars` of
+                them, or takes too long for it.
         """
         given = {
             **self.tokens,
@@ -75,7 +75,7 @@ class ChatTemplate:
         except Refusal as error:
             raise InvalidInput(f"the model's chat template refuses the messages: {_why(error)}", param=FIELD) from None
         except OverBudget as error:
-            raise PayloadTooLarge(
+            raise InvalidInput(
                 f"the model's chat template ({self.file}) does not end with these messages: {error}", param=FIELD
             ) from None
         except RecursionError:
