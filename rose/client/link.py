@@ -29,7 +29,7 @@ class Stream:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.ended = False
         self._loop = loop
-        self._arrived = b""
+        self._arrived: list[bytes] = []
         self._error: RoseError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -47,12 +47,12 @@ class Stream:
                 await self._waiter
             finally:
                 self._waiter = None
-        arrived, self._arrived = self._arrived, b""
-        return arrived
+        arrived, self._arrived = self._arrived, []
+        return arrived[0] if len(arrived) == 1 else b"".join(arrived)
 
     def take(self, frame: Frame) -> None:
         if frame.type is FrameType.GENERATE_CHUNK:
-            self._arrived += frame.payload
+            self._arrived.append(frame.payload)
             self._wake()
         elif frame.type is FrameType.ERROR:
             self.fail(parse_error(frame.payload))
