@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,6 +25,41 @@ class AttentionPlan(Protocol):
             q: [T, H, head_dim], k and v: [T, G, head_dim]; may be strided views of one packed QKV tensor, with the last
                 axis contiguous.
             layer: index of the layer, for backends that keep a cache.
+
+        Returns:
+            [T, H, head_dim], contiguous.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRotation:
+    """What happens to heads between the QKV product and attention: RMSNorm of each head, then rotary embedding.
+
+    Attributes:
+        positions: [T] int32.
+        table: fp32 [max_positions, rotary dims]: cos, then sin, a half each; rotary dims below head_dim turn the first
+            ones only.
+        q_weight, k_weight: [head_dim] of the norms, or both None for a family without.
+        eps: of the norms.
+    """
+
+    positions: Tensor
+    table: Tensor
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    eps: float = 0.0
+
+
+@runtime_checkable
+class PackedAttentionPlan(Protocol):
+    """A plan that can take a layer's QKV product as it is, and does on the way what else would be a pass of its own."""
+
+    def run_packed(self, qkv: Tensor, rotation: HeadRotation, layer: int) -> Tensor:
+        """The rotation of q and k, then `run`.
+
+        Args:
+            qkv: [T, (H + 2 G) head_dim], contiguous, heads in the order q, k, v. What it holds afterwards is not said.
 
         Returns:
             [T, H, head_dim], contiguous.

@@ -35,6 +35,12 @@ def xlm_roberta_folder() -> Path:
     return pulled("xlm-roberta")
 
 
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """SmolLM2-135M-Instruct, a chat model; skips likewise."""
+    return pulled("smollm2")
+
+
 def pulled(name: str) -> Path:
     """The folder of a short name, pulled if it has to be; skips the test, with the reason, where it cannot be had."""
     try:

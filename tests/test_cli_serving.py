@@ -64,10 +64,12 @@ def test_the_engine_understands_every_option_it_is_handed(served, tmp_path):
     """The engine's own parser reads the command line that `rose serve` makes."""
     numbers = {"online-tokens": 11, "bulk-tokens": 12, "max-sequences": 13, "max-tokens": 14}
     numbers |= {"max-queued-tokens": 15, "max-queued-requests": 16, "num-threads": 17}
-    numbers |= {"max-in-flight": 18, "graph-bytes": 19}
+    numbers |= {"max-in-flight": 18, "graph-bytes": 19, "max-running": 20, "prefill-tokens": 21}
+    numbers |= {"kv-cache-bytes": 22, "page-size": 23}
     options = [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
     options += ["--dtype", "bfloat16", "--backend", "torch_sdpa", "--pooling", "last", "--bidirectional"]
     options += ["--task", "embed", "--rerank-template", "none", "--no-warm-up"]
+    options += ["--no-prefix-cache"]
     cli.main(["serve", str(tmp_path), "--device", "cpu", "--name", "mine", *options])
     (command,) = served[0][2]
     assert command[1:3] == ["-m", "rose.server"]
@@ -80,6 +82,7 @@ def test_the_engine_understands_every_option_it_is_handed(served, tmp_path):
         False,
     )
     assert (read["task"], read["template"], read["warm_up"]) == ("embed", "none", False)
+    assert read["prefix_cache"] is False
     assert (read["model_folder"], read["device"], read["served_name"]) == (str(tmp_path), "cpu", "mine")
 
 

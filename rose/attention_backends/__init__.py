@@ -8,22 +8,28 @@ from rose.attention_backends.base import (
     AttentionBackend,
     AttentionSpec,
     KeepsPlans,
+    Paged,
     WarmsUp,
     WorkspaceReport,
     available_backends,
     backend_names,
     can_capture,
     load_backend,
+    paged_backend_names,
 )
+from rose.attention_backends.kv_cache import KVCache
 
 __all__ = [
     "AttentionBackend",
     "AttentionSpec",
+    "KVCache",
     "KeepsPlans",
+    "Paged",
     "WarmsUp",
     "WorkspaceReport",
     "available_backends",
     "backend_names",
     "can_capture",
     "load_backend",
+    "paged_backend_names",
 ]

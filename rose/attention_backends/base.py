@@ -12,6 +12,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
+from rose.attention_backends.kv_cache import KVCache
 from rose.batch import AttentionPlan, Batch
 from rose.errors import StartupError
 
@@ -55,6 +56,15 @@ class AttentionBackend(Protocol):
             batch: its device buffers must stay in place until the plan's last run.
             slot: which of the staging buffers to use (0 or 1); two batches in flight use different ones.
         """
+        ...
+
+
+@runtime_checkable
+class Paged(Protocol):
+    """A backend of layout "paged": it stores the batch's keys and values in pages and attends over them."""
+
+    def bind(self, cache: KVCache) -> None:
+        """Where keys and values are kept; called once, before the first plan."""
         ...
 
 
@@ -123,16 +133,29 @@ _BACKENDS: dict[str, tuple[str, str]] = {
     "torch_sdpa": ("rose.attention_backends.torch_sdpa", "TorchSdpa"),
 }
 
+# The same for those that keep a cache in pages (AttentionSpec.layout "paged"), in order of preference.
+_PAGED: dict[str, tuple[str, str]] = {
+    "triton_paged": ("rose.attention_backends.triton_paged", "TritonPaged"),
+    "torch_paged": ("rose.attention_backends.torch_paged", "TorchPaged"),
+}
+
 _AUTO = ("auto", ("rose.attention_backends.auto", "AutoBackend"))
 
 
 def backend_names() -> tuple[str, ...]:
-    """All backends, installed or not, in order of preference where nothing was measured."""
+    """All backends of ragged batches, installed or not, in order of preference where nothing was measured."""
     return tuple(_BACKENDS)
 
 
+def paged_backend_names() -> tuple[str, ...]:
+    """The same of paged batches."""
+    return tuple(_PAGED)
+
+
 def load_backend(name: str, spec: AttentionSpec) -> AttentionBackend:
-    """Import and construct one backend for `spec`. "auto" is all that serve it, chosen among by load.
+    """Import and construct one backend for `spec`.
+
+    "auto" is all that serve it, chosen among by load; for a paged spec the first that does, in order of preference.
 
     Raises:
         StartupError: unknown name, a package that is not installed, or a spec it does not support, with the reason.
@@ -149,9 +172,12 @@ def try_backend(name: str, spec: AttentionSpec) -> AttentionBackend | str:
     Raises:
         StartupError: unknown name; or "auto" where no backend serves.
     """
-    if name not in _BACKENDS and name != _AUTO[0]:
-        raise StartupError(f"unknown attention backend {name!r}; there are auto, {', '.join(_BACKENDS)}")
-    module_name, class_name = _AUTO[1] if name == _AUTO[0] else _BACKENDS[name]
+    known = _BACKENDS | _PAGED
+    if name not in known and name != _AUTO[0]:
+        raise StartupError(f"unknown attention backend {name!r}; there are auto, {', '.join(known)}")
+    if name == _AUTO[0] and spec.layout == "paged":
+        return _first_paged(spec)
+    module_name, class_name = _AUTO[1] if name == _AUTO[0] else known[name]
     try:
         backend: AttentionBackend = getattr(importlib.import_module(module_name), class_name)(spec)
     except ImportError as error:
@@ -159,6 +185,16 @@ def try_backend(name: str, spec: AttentionSpec) -> AttentionBackend | str:
     return backend.supports(spec) or backend
 
 
+def _first_paged(spec: AttentionSpec) -> AttentionBackend | str:
+    reasons = []
+    for name in _PAGED:
+        found = try_backend(name, spec)
+        if not isinstance(found, str):
+            return found
+        reasons.append(f"{name}: {found}")
+    return "; ".join(reasons)
+
+
 def available_backends(spec: AttentionSpec) -> dict[str, AttentionBackend | str]:
-    """Every backend by name, or the reason it is left out."""
-    return {name: try_backend(name, spec) for name in _BACKENDS}
+    """Every backend of the spec's layout by name, or the reason it is left out."""
+    return {name: try_backend(name, spec) for name in (_PAGED if spec.layout == "paged" else _BACKENDS)}

@@ -48,6 +48,21 @@ def shape_reason(
     """None if dtype, layout, heads and head dim are among those served, else the reason."""
     if spec.layout != "ragged":
         return f"serves ragged batches only, not {spec.layout} ones"
+    return _heads_reason(spec, head_dims, dtypes)
+
+
+def paged_reason(
+    spec: AttentionSpec, head_dims: Collection[int], dtypes: Collection[torch.dtype] = (torch.bfloat16, torch.float16)
+) -> str | None:
+    """The same for a backend of paged caches, which are causal all."""
+    if spec.layout != "paged":
+        return f"attends over pages, not over {spec.layout} batches"
+    if not spec.causal:
+        return "attends causally only: what is cached cannot have seen what came later"
+    return _heads_reason(spec, head_dims, dtypes)
+
+
+def _heads_reason(spec: AttentionSpec, head_dims: Collection[int], dtypes: Collection[torch.dtype]) -> str | None:
     if spec.dtype not in dtypes:
         return f"serves {' and '.join(str(d).removeprefix('torch.') for d in dtypes)}, not {spec.dtype}"
     if spec.head_dim not in head_dims:

@@ -6,17 +6,12 @@ Knows the order of things; loads, drivers and rows are other files' business.
 from __future__ import annotations
 
 import argparse
-import platform
 import shlex
 import sys
-import tempfile
 import time
 import traceback
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from datetime import UTC, datetime
-from pathlib import Path
 
 import torch
 
@@ -24,11 +19,10 @@ from rose.attention_backends.auto import AutoBackend
 from rose.attention_backends.choose import Load as AttentionLoad
 from rose.bench import loads
 from rose.bench.drivers import Driver, EngineDriver, GrpcDriver, HttpDriver, LinkDriver
-from rose.bench.machine import commit, cpu_model
 from rose.bench.processes import served
-from rose.bench.records import Facts, write_rows
+from rose.bench.records import write_rows
 from rose.bench.reference import Reference
-from rose.bench.shapes import SHAPES, build_checkpoint
+from rose.bench.targets import Target, add_common_arguments, targets
 from rose.config import EngineConfig, ModelFolder, read_model_folder
 from rose.convert import load_model
 from rose.engine import build_engine
@@ -43,11 +37,7 @@ GRAPH_BYTES = 4 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        action="append",
-        help=f"one of {', '.join(SHAPES)} (seeded random weights), or NAME=FOLDER; repeatable",
-    )
+    add_common_arguments(parser)
     parser.add_argument("--via", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--tokens", nargs="+", type=int, help="latency: only these sequence lengths")
     parser.add_argument("--batch", nargs="+", type=int, help="scoring: only these batch sizes")
@@ -55,13 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", nargs="+", default=["auto"], help="attention backends, in turn; auto chooses by load"
     )
-    parser.add_argument("--warm-up", action="store_true", help="let the server capture its usual graphs at start")
     parser.add_argument("--seconds", type=float, default=60.0, help="most seconds a load may take")
-    parser.add_argument("--url", help="compare another OpenAI-compatible server: its address up to /embeddings")
-    made = Path(tempfile.gettempdir()) / "rose-shapes"
-    parser.add_argument("--folders", type=Path, default=made, help="where made checkpoints are kept")
-    parser.add_argument("--commit", help="what is measured, where the machine has no checkout to ask")
-    parser.add_argument("--out", type=Path, help="JSONL file of rows; a new run replaces the old rows of its loads")
 
 
 def main(load_name: str, arguments: argparse.Namespace, command: str) -> int:
@@ -77,33 +61,18 @@ def main(load_name: str, arguments: argparse.Namespace, command: str) -> int:
         and (not arguments.tokens or load.tokens in arguments.tokens)
         and (not arguments.batch or load.batch in arguments.batch)
     ]
-    run_id, failed = uuid.uuid4().hex[:8], 0
-    for spec in arguments.model or ["bge-m3", "pplx-embed-0.6b"]:
-        name, _, given = spec.partition("=")
-        folder = Path(given) if given else build_checkpoint(name, arguments.folders / name)
-        failed += _run_model(name, folder, wanted, run_id, arguments, command)
+    failed = 0
+    for target in targets(arguments, command, ["bge-m3", "pplx-embed-0.6b"]):
+        failed += _run_model(target, wanted, arguments)
     return int(failed > 0)
 
 
-def _run_model(
-    name: str, folder: Path, wanted: Sequence[loads.Load], run_id: str, arguments: argparse.Namespace, command: str
-) -> int:
+def _run_model(target: Target, wanted: Sequence[loads.Load], arguments: argparse.Namespace) -> int:
     """How many loads failed."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    read = read_model_folder(folder)
-    reference = Reference(folder, device)
-    facts = Facts(
-        run_id=run_id,
-        commit=arguments.commit or commit(),
-        date=datetime.now(UTC).strftime("%Y-%m-%d"),
-        command=command.replace(str(arguments.out), arguments.out.name) if arguments.out else command,
-        machine=_machine(device),
-        model=name,
-        dtype=str(dtype).removeprefix("torch."),
-    )
+    read = read_model_folder(target.folder)
+    reference = Reference(target.folder, target.device)
     failed = 0
-    for driver, backends in _drivers(name, folder, read, wanted, device, dtype, arguments):
+    for driver, backends in _drivers(target, read, wanted, arguments):
         for load in wanted:
             if load.name == "scoring" and driver.via not in SCORING_WAYS:
                 continue
@@ -113,7 +82,7 @@ def _run_model(
                     load,
                     reference,
                     vocab_size=read.architecture.vocab_size,
-                    facts=facts,
+                    facts=target.facts,
                     backend=backends[load.tokens, load.batch],
                     seconds_at_most=arguments.seconds,
                 )
@@ -121,7 +90,8 @@ def _run_model(
                 raise  # wrong answers are not timed, nor anything else of a model that gives them
             except Exception:  # noqa: BLE001  one load that cannot be served must not cost the others
                 failed += 1
-                print(f"{name} {load.batch} x {load.tokens} via {driver.via} failed, no row:\n{traceback.format_exc()}")
+                size = f"{target.name} {load.batch} x {load.tokens}"
+                print(f"{size} via {driver.via} failed, no row:\n{traceback.format_exc()}")
                 continue
             if arguments.out is not None:
                 write_rows(arguments.out, [row])
@@ -129,15 +99,10 @@ def _run_model(
 
 
 def _drivers(
-    name: str,
-    folder: Path,
-    read: ModelFolder,
-    wanted: Sequence[loads.Load],
-    device: torch.device,
-    dtype: torch.dtype,
-    arguments: argparse.Namespace,
+    target: Target, read: ModelFolder, wanted: Sequence[loads.Load], arguments: argparse.Namespace
 ) -> Iterator[tuple[Driver, dict[tuple[int, int], str]]]:
     """Each way in turn, ready; closed when the next one is asked for."""
+    name, device, dtype = target.name, target.device, target.dtype
     if arguments.url:
         with closing(HttpDriver(arguments.url, name)) as rival:
             yield rival, {(load.tokens, load.batch): "unknown" for load in wanted}
@@ -150,10 +115,10 @@ def _drivers(
         for backend in arguments.backend:
             engine = build_engine(model, limits, device, dtype, backend=backend)
             with closing(EngineDriver(engine)) as driver:
-                yield driver, _backends(model, wanted, device, dtype, backend)
+                yield driver, backends_of(model, wanted, device, dtype, backend)
                 _print_graphs(engine)
             del engine, driver
-    auto = _backends(model, wanted, device, dtype, arguments.backend[0])
+    auto = backends_of(model, wanted, device, dtype, arguments.backend[0])
     del model
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -161,7 +126,7 @@ def _drivers(
     if not others:
         return
     options = ["--backend", arguments.backend[0]] + ([] if arguments.warm_up else ["--no-warm-up"])
-    with served(folder, name, options) as where, closing(LinkDriver(where.link)) as link:
+    with served(target.folder, name, options) as where, closing(LinkDriver(where.link)) as link:
         if "link" in others:
             yield link, auto
         if "grpc" in others:
@@ -172,7 +137,7 @@ def _drivers(
                 yield http_driver, auto
 
 
-def _backends(
+def backends_of(
     model: ServedModel, wanted: Sequence[loads.Load], device: torch.device, dtype: torch.dtype, backend: str
 ) -> dict[tuple[int, int], str]:
     """(tokens, batch) -> the backend that serves it: the table's choice, or the one asked for."""
@@ -193,14 +158,6 @@ def _print_graphs(engine: Engine) -> None:
         took = sorted(capturer.seconds)[len(capturer.seconds) // 2] * 1e3
         each = metrics.bytes / metrics.captures / 2**20
         print(f"{metrics.captures} graphs captured: {took:.1f} ms and {each:.1f} MiB each; {metrics.hits} replays")
-
-
-def _machine(device: torch.device) -> str:
-    if device.type == "cuda":
-        return (
-            f"1 x {torch.cuda.get_device_name(device)}, torch {torch.__version__}, Python {platform.python_version()}"
-        )
-    return f"{cpu_model()}, torch {torch.__version__}"
 
 
 def _standalone() -> int:

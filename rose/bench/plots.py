@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rose.bench.floors import floor_ms
 from rose.bench.records import Row, read_rows
 from rose.bench.shapes import SHAPES
 
-# Ceilings of one H200 as measured: a device copy (read + write), and an 8192^3 bf16 product.
-BYTES_PER_S, FLOPS_PER_S = 4.21e12, 784e12
 WAYS = {"engine": "in process", "link": "light link", "grpc": "gRPC", "http": "HTTP"}
 COLORS = {"engine": "#1b6ca8", "link": "#2a9d5c", "grpc": "#e07a1f", "http": "#b5314c"}
 # Published p50 over gRPC and HTTP, ms: (name, tokens -> ms), by model.
@@ -27,23 +26,6 @@ PUBLISHED: Mapping[str, Sequence[tuple[str, Mapping[int, float]]]] = {
         ("vLLM 0.22 (published)", {128: 4.94, 4096: 16.15}),
     ),
 }
-
-
-def floor_ms(config: Mapping[str, Any], tokens: int, sequences: int = 1) -> float:
-    """Least milliseconds of one bf16 forward: weights read once, or its products at full rate, whichever is more.
-
-    Args:
-        config: config.json of a shape.
-        tokens: of each sequence.
-    """
-    hidden, layers, inner = config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"]
-    heads = config["num_attention_heads"]
-    width = heads * config.get("head_dim", hidden // heads)
-    kv_width = width * config.get("num_key_value_heads", heads) // heads
-    gated = 3 if config["hidden_act"] == "silu" else 2
-    weights = layers * (hidden * (2 * width + 2 * kv_width) + gated * hidden * inner)
-    flops = sequences * (2 * weights * tokens + 4 * layers * width * tokens**2)
-    return float(1e3 * max(2 * weights / BYTES_PER_S, flops / FLOPS_PER_S))
 
 
 def chosen(rows: Sequence[Row], model: str, load: str) -> list[Row]:

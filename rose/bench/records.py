@@ -41,14 +41,23 @@ class Row:
     """One load as it was measured.
 
     Attributes:
-        load: "latency" or "scoring".
-        tokens: of each sequence. batch: sequences of one request. in_flight: requests open at once.
+        load: "latency", "scoring", "throughput-TOKENS", "concurrency-IN_FLIGHT" or "decode".
+        tokens: of each sequence, or of each prompt. batch: sequences of one request. in_flight: requests open at once.
         via: "engine" (in process), "link", "grpc" or "http"; all but the first from another process.
         backend: attention backend that served it.
         graph_hit_share: batches replayed from a captured graph, of all timed.
+        p50_ms .. max_ms: of whole requests.
         per_s: sequences a second, by the clock of the whole run.
         n: requests timed.
-        cosine: least of the items checked against transformers in fp32.
+        cosine: least of the items checked against transformers in fp32; None where tokens come back, not vectors.
+        tokens_per_s: tokens taken in a second; of decoding, tokens given out.
+        floor_share: of the rate that the chip's measured ceilings allow for this shape.
+        busy_share: of the clock's time, what the engine's batches took the device by its own events.
+        gpu_util: share of the samples' time in which any kernel ran, as NVML tells it.
+        new_tokens: generated a prompt.
+        ttft_*_ms: from sending a request to its first token. tpot_*_ms: of a request, (last token - first) / (n - 1).
+        gap_p99_ms: between two tokens of one request. step_ms: a token, once all prompts of a round are in.
+        agreement: of generated tokens, those that are the reference's best where it has a clear one.
     """
 
     run_id: str
@@ -71,11 +80,24 @@ class Row:
     max_ms: float
     per_s: float
     n: int
-    cosine: float
+    cosine: float | None = None
+    tokens_per_s: float | None = None
+    floor_share: float | None = None
+    busy_share: float | None = None
+    gpu_util: float | None = None
+    new_tokens: int | None = None
+    ttft_p50_ms: float | None = None
+    ttft_p99_ms: float | None = None
+    tpot_p50_ms: float | None = None
+    tpot_p99_ms: float | None = None
+    gap_p99_ms: float | None = None
+    step_ms: float | None = None
+    agreement: float | None = None
 
     @property
     def key(self) -> tuple[object, ...]:
-        return (self.load, self.model, self.tokens, self.batch, self.in_flight, self.via, self.dtype, self.backend)
+        size = (self.tokens, self.batch, self.in_flight)
+        return (self.load, self.model, *size, self.via, self.dtype, self.backend, self.new_tokens or 0)
 
 
 def percentiles(seconds: Sequence[float]) -> Percentiles:
@@ -101,4 +123,9 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
     kept = [row for row in read_rows(path) if row.key not in keys]
     ordered = sorted(kept + new, key=lambda row: tuple(map(str, row.key[:2])) + tuple(row.key[2:5]) + row.key[5:])
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in ordered), encoding="utf-8")
+    path.write_text("".join(_line(row) for row in ordered), encoding="utf-8")
+
+
+def _line(row: Row) -> str:
+    """What a row does not have is left out."""
+    return json.dumps({name: value for name, value in asdict(row).items() if value is not None}) + "\n"

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rose.bench.made_tokenizers import write_tokenizer
+from rose.bench.made_weights import STD, write_weights
+
 SEED = 20260904
-_STD = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +24,14 @@ class Shape:
 
     Attributes:
         config: config.json, as the published checkpoint has it where speed or loading depends on it.
-        pooling: mode of 1_Pooling.
+        pooling: mode of 1_Pooling; None for a language model, which has no sentence-transformers files.
         normalize: whether a Normalize module follows.
         transformers_class: class of transformers whose parameter names and shapes the checkpoint has.
     """
 
     config: Mapping[str, Any]
-    pooling: str
-    normalize: bool
+    pooling: str | None
+    normalize: bool = False
     transformers_class: str
 
 
@@ -234,24 +236,36 @@ SHAPES: Mapping[str, Shape] = {
 }
 
 
-def build_checkpoint(name: str, folder: Path, *, seed: int = SEED) -> Path:
+def build_checkpoint(name: str, folder: Path, *, seed: int = SEED, shapes: Mapping[str, Shape] | None = None) -> Path:
     """Write the folder of `name` unless it is there already; returns it.
+
+    Args:
+        shapes: where to look the name up; SHAPES if not given.
 
     Raises:
         KeyError: no such shape.
     """
-    shape = SHAPES[name]
-    if (folder / "model.safetensors").exists():
+    shape = (SHAPES if shapes is None else shapes)[name]
+    if (folder / "complete").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     _write_files(shape, folder)
-    _write_weights(shape, folder, seed)
+    config = dict(shape.config)
+    if shape.transformers_class == "Qwen3Model":
+        config["model_type"] = "qwen3"
+    # A narrow language model would repeat its last token for ever: its layers would add little to the embedding.
+    std = STD if shape.pooling is not None else STD * max(1.0, (1024 / config["hidden_size"]) ** 0.5)
+    write_weights(config, shape.transformers_class, folder, seed, std=std)
+    (folder / "complete").touch()  # last, so that a folder half written is written again
     return folder
 
 
 def _write_files(shape: Shape, folder: Path) -> None:
-    modules = [("", "Transformer"), ("1_Pooling", "Pooling")] + ([("2_Normalize", "Normalize")] * shape.normalize)
     _dump(folder / "config.json", shape.config)
+    write_tokenizer(folder, shape.config, append_end=shape.pooling == "lasttoken")
+    if shape.pooling is None:
+        return
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling")] + ([("2_Normalize", "Normalize")] * shape.normalize)
     _dump(
         folder / "modules.json",
         [
@@ -269,42 +283,6 @@ def _write_files(shape: Shape, folder: Path) -> None:
             "pooling_mode_lasttoken": shape.pooling == "lasttoken",
         },
     )
-    _write_tokenizer(folder)
-
-
-def _write_tokenizer(folder: Path) -> None:
-    """Words by white space, a handful of them known: the loads send ids, a front only has to have a tokenizer."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = ["<s>", "<pad>", "</s>", "<unk>", *(chr(c) for c in range(ord("a"), ord("z") + 1))]
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    _dump(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-
-
-def _write_weights(shape: Shape, folder: Path, seed: int) -> None:
-    import torch
-    import transformers
-    from safetensors.torch import save_file
-
-    config = dict(shape.config)
-    if shape.transformers_class == "Qwen3Model":
-        config["model_type"] = "qwen3"
-    made = transformers.AutoConfig.for_model(**config)
-    with torch.device("meta"):
-        model = getattr(transformers, shape.transformers_class)(made)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator(device).manual_seed(seed)
-    tensors = {}
-    for name, meta in model.state_dict().items():
-        if "pooler" in name or not meta.is_floating_point():
-            continue
-        value = torch.randn(meta.shape, generator=generator, device=device) * _STD
-        if "norm" in name.lower() and name.endswith("weight"):
-            value += 1
-        tensors[name] = value.to(torch.bfloat16).cpu()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _dump(path: Path, value: Any) -> None:

@@ -6,7 +6,7 @@ Knows words and token counts; knows neither models nor servers.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 _OPENINGS = (
     "In the second week of March",
@@ -117,3 +117,10 @@ def _text_of(tokens: int, shortest: int, choose: random.Random, count_tokens: Ca
     while count_tokens(" ".join(words[:low])) < shortest:
         low += 1
     return " ".join(words[:low])
+
+
+def english_words(seed: int) -> Iterator[str]:
+    """The words of one sentence after another, endless."""
+    choose = random.Random(seed)
+    while True:
+        yield from sentence(choose).split()

@@ -15,11 +15,19 @@ _LOADS = {
     "latency": "one sequence at a time, in process and over every carrier",
     "scoring": "requests of many sequences, in process and over the light link",
     "all": "latency and scoring in one run",
+    "throughput": "client processes side by side, each sending batches of 100",
+    "concurrency": "1 to 16 texts of 512 tokens in flight, over HTTP, tokenising included",
+    "decode": "time to the first token and per token, at batch 1, 8 and 64",
 }
 
 
 def add_bench(commands: Commands) -> None:
-    examples = ("rose bench cpu --rounds 5", "rose bench latency --model bge-m3", "rose bench scoring --help")
+    examples = (
+        "rose bench cpu --rounds 5",
+        "rose bench latency --model bge-m3",
+        "rose bench throughput --tokens 512 --profile",
+        "rose bench concurrency --help",
+    )
     parser = add_command(commands, "bench", _bench, "measure: the published loads, and comparisons", examples)
     loads = "; ".join(f"{name}: {text}" for name, text in _LOADS.items())
     parser.add_argument("load", choices=tuple(_LOADS), metavar="LOAD", help=loads)
@@ -31,9 +39,7 @@ def _bench(options: argparse.Namespace) -> int:
         from rose.bench import embed_cpu
 
         return embed_cpu.main(options.rest)
-    from rose.bench import gpu_loads
+    from rose.bench.commands import run_load
 
-    parser = argparse.ArgumentParser(prog=f"rose bench {options.load}", description=_LOADS[options.load])
-    gpu_loads.add_arguments(parser)
     command = shlex.join(["rose", "bench", options.load, *options.rest])
-    return gpu_loads.main(options.load, parser.parse_args(options.rest), command)
+    return run_load(options.load, options.rest, command, prog=f"rose bench {options.load}", about=_LOADS[options.load])

@@ -32,6 +32,10 @@ _ENGINE_LIMITS = {
     "--max-tokens": "longest text, in tokens (default: the model's own)",
     "--max-queued-tokens": "beyond this many waiting tokens, requests are answered 429",
     "--max-queued-requests": "beyond this many waiting requests, requests are answered 429",
+    "--max-running": "most sequences that generate at a time (default: 64)",
+    "--prefill-tokens": "most tokens of a generating batch; prompts get what running sequences leave of it",
+    "--kv-cache-bytes": "memory for keys and values of generating sequences (default: what is left; 1 GiB on the CPU)",
+    "--page-size": "tokens a page of it (default: 16)",
 }
 # option -> field of GatewayConfig, type, help. What is not given keeps the field's own default.
 _FRONT_LIMITS: dict[str, tuple[str, type, str]] = {
@@ -54,6 +58,7 @@ def add_serve(commands: Commands) -> None:
     examples = (
         "rose serve minilm                                  HTTP on 127.0.0.1:8080",
         "rose serve ./my-model --http 8080 --grpc 9090      HTTP and gRPC",
+        "rose serve ./my-llm --task generate                a folder that could be served in several ways",
         "rose serve owner/model --device cuda:0,cuda:1      one engine process a device behind one front",
         "rose serve minilm --host 0.0.0.0                   reachable from other machines",
     )
@@ -71,6 +76,7 @@ def add_serve(commands: Commands) -> None:
         engine.add_argument(name, help=text)
     for name, text in _ENGINE_LIMITS.items():
         engine.add_argument(name, type=int, help=text, metavar=name.rpartition("-")[2].upper())
+    engine.add_argument("--no-prefix-cache", action="store_true", help="never reuse what prompts have in common")
     engine.add_argument("--no-warm-up", action="store_true", help="serve at once, capture graphs when they are needed")
     parser.add_argument("--name", help="name clients use (default: as given here)")
 
@@ -161,8 +167,7 @@ def _engine_arguments(options: argparse.Namespace, device: str) -> list[str]:
             arguments += [name, str(value)]
     if options.causal is not None:
         arguments.append("--causal" if options.causal else "--no-causal")
-    if options.no_warm_up:
-        arguments.append("--no-warm-up")
+    arguments += [flag for flag in ("--no-prefix-cache", "--no-warm-up") if _value(options, flag)]
     return arguments
 
 

@@ -48,7 +48,11 @@ def add_reading(parser: argparse._ActionsContainer) -> None:
         "--causal", dest="causal", action="store_true", default=None, help="each token sees the past"
     )
     attention.add_argument("--bidirectional", dest="causal", action="store_false", help="each token sees all others")
-    parser.add_argument("--task", choices=("embed", "rerank"), help="for a folder that could be served as either")
+    parser.add_argument(
+        "--task",
+        choices=("auto", "embed", "rerank", "generate"),
+        help="what the folder is for (default: auto, what it says itself)",
+    )
     parser.add_argument(
         "--rerank-template", choices=("qwen3", "none"), help="for a reranker that does not say how a pair is written"
     )
@@ -59,7 +63,7 @@ def reading(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "pooling": options.pooling,
         "causal": options.causal,
-        "task": options.task,
+        "task": None if options.task == "auto" else options.task,
         "template": options.rerank_template,
     }
 

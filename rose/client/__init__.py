@@ -5,7 +5,8 @@ AsyncClient  many requests in flight on one connection, on asyncio or uvloop
 """
 
 from rose.client.async_client import AsyncClient
+from rose.client.generation import Generated, TokenLogprobs, Usage
 from rose.client.result import EmbedResult, Timing
 from rose.client.sync_client import Client
 
-__all__ = ["AsyncClient", "Client", "EmbedResult", "Timing"]
+__all__ = ["AsyncClient", "Client", "EmbedResult", "Generated", "Timing", "TokenLogprobs", "Usage"]

@@ -13,9 +13,11 @@ What happens when a connection is lost: every open request fails with Unavailabl
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 
+from rose.client.generation import Generated, generate_request, parse_chunk
 from rose.client.link import Link
 from rose.client.messages import (
     MAX_ANSWER_BYTES,
@@ -31,6 +33,7 @@ from rose.client.result import EmbedResult
 from rose.errors import DeadlineExceeded, Unavailable
 from rose.proto import rose_pb2 as pb
 from rose.proto.address import Address, parse_address
+from rose.proto.convert import AnyArray
 from rose.proto.frames import FrameType, deadline_to_ms
 
 
@@ -134,6 +137,83 @@ class AsyncClient:
             self.outstanding_tokens -= tokens
             self.outstanding_requests -= 1
 
+    def generate(
+        self,
+        ids: Sequence[int] | AnyArray,
+        *,
+        model: str = "",
+        max_new_tokens: int = 0,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        min_new_tokens: int = 0,
+        logprobs: int | None = None,
+        priority: pb.Priority.ValueType = pb.ONLINE,
+        deadline_s: float | None = None,
+    ) -> AsyncGenerator[Generated, None]:
+        """Tokens that continue a prompt, as they are drawn.
+
+            async with contextlib.aclosing(client.generate(ids, max_new_tokens=64)) as tokens:
+                async for some in tokens:
+                    print(some.tokens)
+
+        The request is sent when the first is asked for. An iterator that is closed, or whose task is cancelled, before
+        its end cancels the request at the server. Whoever is slow gets several tokens at once.
+
+        Args:
+            ids: token ids of the prompt.
+            model: the served name, or empty for whatever is served.
+            max_new_tokens: most tokens to draw; 0 for as many as the model's limit leaves.
+            temperature: 0 is greedy.
+            top_k: draw among the k most likely; 0 for all.
+            top_p: draw among the fewest tokens whose probability adds up to it; 1 for all.
+            min_p: leave out tokens less likely than min_p times the most likely one; 0 for none.
+            seed: the same seed draws the same tokens; None draws others each time.
+            stop_ids: tokens that end it, beside the model's own end tokens.
+            ignore_eos: the model's own end tokens do not end it.
+            min_new_tokens: before so many tokens no end token is drawn.
+            logprobs: log probabilities of each token and of so many alternatives; None for none.
+            priority: pb.ONLINE or pb.BULK.
+            deadline_s: seconds from this call after which it ends with DeadlineExceeded.
+
+        Raises:
+            InvalidInput: at once, for what no message can carry.
+            RoseError: while iterating, the server's error, DeadlineExceeded, or Unavailable when the connection is
+                lost; tokens that came before have been handed out by then.
+        """
+        request = generate_request(
+            ids,
+            model=model,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop_ids=stop_ids,
+            ignore_eos=ignore_eos,
+            min_new_tokens=min_new_tokens,
+            logprobs=logprobs,
+            priority=priority,
+        )
+        return _generated(self.generate_message(request, deadline_s=deadline_s))
+
+    def generate_message(
+        self, request: pb.GenerateRequest, *, deadline_s: float | None = None
+    ) -> AsyncGenerator[pb.GenerateChunk, None]:
+        """The same for a message that is already made, with the chunks as they travel. The last one has `finish` set.
+
+        Raises:
+            as generate.
+        """
+        deadline_to_ms(deadline_s)
+        end = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
+        return self._stream(request, end)
+
     async def info(self, *, deadline_s: float | None = 10.0) -> pb.ModelCard:
         return parse_card(await self._call(FrameType.INFO, b"", deadline_s))
 
@@ -174,6 +254,32 @@ class AsyncClient:
             if alarm is not None:
                 alarm.cancel()
 
+    async def _stream(self, request: pb.GenerateRequest, end: float | None) -> AsyncGenerator[pb.GenerateChunk, None]:
+        tokens = count_tokens(request)
+        self.outstanding_tokens += tokens
+        self.outstanding_requests += 1
+        loop = asyncio.get_running_loop()
+        try:
+            link = await self._ready_before(end)
+            deadline_ms = 0 if end is None else deadline_to_ms(max(end - loop.time(), 1e-3))
+            request_id, stream = link.send_for_stream(FrameType.GENERATE, request.SerializeToString(), deadline_ms)
+            alarm = None if end is None else loop.call_at(end, link.expire, request_id)
+            try:
+                last = False
+                while not last:
+                    chunk = parse_chunk(await stream.next())
+                    last = chunk.finish != pb.UNFINISHED
+                    if last:
+                        stream.ended = True
+                    yield chunk
+            finally:
+                if alarm is not None:
+                    alarm.cancel()
+                link.cancel(request_id)
+        finally:
+            self.outstanding_tokens -= tokens
+            self.outstanding_requests -= 1
+
     async def _ready_before(self, end: float | None) -> Link:
         try:
             async with asyncio.timeout_at(end):
@@ -209,3 +315,9 @@ class AsyncClient:
         except OSError as error:
             raise Unavailable(f"nothing listens at {where}: {error}") from None
         return link
+
+
+async def _generated(chunks: AsyncGenerator[pb.GenerateChunk, None]) -> AsyncGenerator[Generated, None]:
+    async with contextlib.aclosing(chunks):
+        async for chunk in chunks:
+            yield Generated.from_message(chunk)

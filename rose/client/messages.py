@@ -72,6 +72,21 @@ def embed_request(
     return request
 
 
+def one_sequence(ids: Sequence[int] | AnyArray, param: str) -> IntArray:
+    """The row of int32 of a request that takes exactly one sequence.
+
+    Raises:
+        InvalidInput: a text, no token, or numbers that are no int32.
+    """
+    if isinstance(ids, (str, bytes)):
+        raise InvalidInput("expected a list of token ids, got a text: the engine takes no text", param=param)
+    try:
+        return _numbers(ids, 0, "token id", param)
+    except InvalidInput as error:
+        error.index = None  # there is but one
+        raise
+
+
 def _numbers(sequence: Sequence[int] | AnyArray, index: int, what: str, param: str) -> IntArray:
     """One item's row of int32, whatever it came as."""
     if isinstance(sequence, np.ndarray):
@@ -114,7 +129,7 @@ def _bounds(pairs: Sequence[tuple[int, int]] | IntArray, index: int) -> IntArray
     return bounds.astype(np.int32, copy=False)
 
 
-def count_tokens(request: pb.EmbedRequest) -> int:
+def count_tokens(request: pb.EmbedRequest | pb.GenerateRequest) -> int:
     """Tokens of a request that carries ids; 0 for one of texts."""
     return len(request.tokens.ids) // 4
 

@@ -3,7 +3,8 @@
     with Client("127.0.0.1:9000") as client:
         result = client.embed([[101, 2023, 102]])
 
-One request at a time on one connection, behind a lock; threads that want requests side by side take a client each.
+One request at a time on one connection, behind a lock; threads that want requests side by side take a client each. A
+generation is one request until its iterator has ended or was closed; other calls are refused until then.
 One system call sends a request and, as a rule, one receives its answer. Knows token ids and messages; knows neither
 texts nor replicas. Connections that are lost: as in the async client, nothing is sent twice, and the next call
 connects anew unless `reconnect=False`.
@@ -16,9 +17,11 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from types import TracebackType
 
+from rose.client.chunk_stream import ChunkStream
+from rose.client.generation import Generated, generate_request
 from rose.client.messages import (
     MAX_ANSWER_BYTES,
     Sequences,
@@ -31,9 +34,10 @@ from rose.client.messages import (
     parse_stats,
 )
 from rose.client.result import EmbedResult
-from rose.errors import DeadlineExceeded, InternalError, RoseError, Unavailable
+from rose.errors import DeadlineExceeded, InternalError, InvalidInput, RoseError, Unavailable
 from rose.proto import rose_pb2 as pb
 from rose.proto.address import Address, parse_address
+from rose.proto.convert import AnyArray
 from rose.proto.frames import HEADER_BYTES, FrameType, deadline_to_ms, decode_header, encode_frame
 
 # Most answers (sixteen vectors of 1024 floats) fit one read of this size.
@@ -73,11 +77,13 @@ class Client:
         self._reconnect = reconnect
         self._max_payload = max_payload
         self._spin_s = spin_s
-        self._lock = threading.Lock()
+        # Taken again by the same thread where the collector ends a generation that nobody holds any more.
+        self._lock = threading.RLock()
         self._buffer = bytearray(RECEIVE_BYTES)
         self._next_id = 0
         self._closed = False
         self._timeout_s: float | None = None
+        self._streaming: ChunkStream | None = None
         self._socket: socket.socket | None = self._dial()
 
     def embed(
@@ -108,6 +114,53 @@ class Client:
         """The same for a message that is already made."""
         return parse_embed(self._call(FrameType.EMBED, request.SerializeToString(), deadline_s))
 
+    def generate(
+        self,
+        ids: Sequence[int] | AnyArray,
+        *,
+        model: str = "",
+        max_new_tokens: int = 0,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        min_new_tokens: int = 0,
+        logprobs: int | None = None,
+        priority: pb.Priority.ValueType = pb.ONLINE,
+        deadline_s: float | None = None,
+    ) -> Generator[Generated, None, None]:
+        """Tokens that continue a prompt, as they are drawn; arguments and errors as AsyncClient.generate.
+
+        The request is sent when the first is asked for. Closing the iterator before its end cancels it at the server; a
+        `for` loop that is left early does that once nobody holds the iterator any more.
+        """
+        request = generate_request(
+            ids,
+            model=model,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop_ids=stop_ids,
+            ignore_eos=ignore_eos,
+            min_new_tokens=min_new_tokens,
+            logprobs=logprobs,
+            priority=priority,
+        )
+        return _generated(self.generate_message(request, deadline_s=deadline_s))
+
+    def generate_message(
+        self, request: pb.GenerateRequest, *, deadline_s: float | None = None
+    ) -> Generator[pb.GenerateChunk, None, None]:
+        """The same for a message that is already made, with the chunks as they travel; the last has `finish` set."""
+        deadline_to_ms(deadline_s)
+        return self._stream(request.SerializeToString(), None if deadline_s is None else time.monotonic() + deadline_s)
+
     def info(self, *, deadline_s: float | None = 10.0) -> pb.ModelCard:
         return parse_card(self._call(FrameType.INFO, b"", deadline_s))
 
@@ -115,7 +168,7 @@ class Client:
         return parse_stats(self._call(FrameType.STATS, b"", deadline_s))
 
     def close(self) -> None:
-        """Close the connection. A call in another thread ends first."""
+        """Close the connection. A call in another thread ends first; a generation ends with Unavailable."""
         with self._lock:
             self._closed = True
             self._drop()
@@ -151,6 +204,22 @@ class Client:
         if answer is FrameType.ERROR:
             raise parse_error(body)
         return body
+
+    def _stream(self, payload: bytes, end: float | None) -> Generator[pb.GenerateChunk, None, None]:
+        with self._lock:
+            connection = self._ready()
+            self._set_timeout(connection, None)
+            self._next_id += 1
+            stream = self._streaming = ChunkStream(connection, self.address, self._next_id, self._max_payload)
+        try:
+            yield from stream.run(payload, end)
+        finally:
+            with self._lock:
+                self._streaming = None
+                if stream.clean:
+                    connection.settimeout(None)
+                else:
+                    self._drop()
 
     def _receive(self, connection: socket.socket, request_id: int, end: float | None) -> tuple[FrameType, bytes]:
         view = memoryview(self._buffer)
@@ -208,6 +277,10 @@ class Client:
     def _ready(self) -> socket.socket:
         if self._closed:
             raise Unavailable("the client was closed")
+        if self._streaming is not None:
+            raise InvalidInput(
+                "a generation is not over on this client: end or close its iterator, or take another client"
+            )
         if self._socket is None:
             if not self._reconnect:
                 raise Unavailable(f"connection to {self.address} lost, and this client does not reconnect")
@@ -235,3 +308,9 @@ class Client:
             with contextlib.suppress(OSError):
                 self._socket.close()
             self._socket = None
+
+
+def _generated(chunks: Generator[pb.GenerateChunk, None, None]) -> Generator[Generated, None, None]:
+    with contextlib.closing(chunks):
+        for chunk in chunks:
+            yield Generated.from_message(chunk)

@@ -5,8 +5,10 @@ Frozen, resolved once, free of torch. Knows files and numbers; knows neither wei
 
 from rose.config.architecture import ArchitectureConfig
 from rose.config.folder import DenseConfig, ModelFolder, PoolingConfig, read_model_folder
+from rose.config.generation import GenerationConfig
 from rose.config.reranker import RerankerConfig
 from rose.config.serving import EngineConfig, GatewayConfig, ServerConfig
+from rose.config.task import ServedTask, served_task
 from rose.config.token_heads import TokenHeadConfig
 
 __all__ = [
@@ -14,10 +16,13 @@ __all__ = [
     "DenseConfig",
     "EngineConfig",
     "GatewayConfig",
+    "GenerationConfig",
     "ModelFolder",
     "PoolingConfig",
     "RerankerConfig",
+    "ServedTask",
     "ServerConfig",
     "TokenHeadConfig",
     "read_model_folder",
+    "served_task",
 ]

@@ -1,7 +1,7 @@
 """The numbers of one architecture, under the same names whatever family the checkpoint comes from.
 
-Knows config.json; knows neither weights nor pooling. What would change the result and is not served (other rotary
-scalings, sliding windows, relative positions, quantised weights) is refused by name instead of ignored.
+Knows config.json; knows neither weights nor pooling. What would change the result and is not served (some rotary
+scalings, windows in some layers only, relative positions, quantised weights) is refused by name instead of ignored.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rose.config.gated_delta import GatedDeltaConfig, read_gated_delta
 from rose.config.json_file import JsonFile
+from rose.config.rope import RopeScaling, read_rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,13 @@ class ArchitectureConfig:
         causal: whether token i sees only tokens 0..i.
         causal_source: where `causal` came from ("config.json: is_causal", "default of qwen3", ...), printed at start.
         rope_theta: rotary base, or None without rotary embedding.
+        rope_scaling: what stretches it, or None for the plain frequencies.
+        rotary_dim: how many dimensions of a head are turned, the first ones; None: all.
+        gated_delta: the layers that keep a recurrent state; None: every layer attends.
+        attention_bias: q, k and v have biases; o has one too unless `output_bias` says otherwise.
+        output_bias: whether o has a bias; None: as `attention_bias`.
+        mlp_bias: the feed-forward's products have biases.
+        window: a token sees itself and so many before it (and behind it, where not causal), or None for all.
         dtype: dtype the checkpoint stores or asks for ("float32", "bfloat16", "float16").
     """
 
@@ -48,7 +57,13 @@ class ArchitectureConfig:
     causal: bool
     causal_source: str
     rope_theta: float | None = None
+    rope_scaling: RopeScaling | None = None
+    rotary_dim: int | None = None
+    gated_delta: GatedDeltaConfig | None = None
     attention_bias: bool = False
+    output_bias: bool | None = None
+    mlp_bias: bool = False
+    window: int | None = None
     tie_word_embeddings: bool = True
     pad_token_id: int | None = None
     dtype: str = "float32"
@@ -130,8 +145,8 @@ def _read_qwen3(config: JsonFile, causal: bool | None) -> ArchitectureConfig:
     if heads % kv_heads:
         raise config.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     _refuse_sliding_window(config)
-    keys = {"is_causal": True, "use_bidirectional_attention": False, "is_decoder": True}
-    is_causal, source = _causal(config, causal, keys, default=config.text("model_type") == "qwen3")
+    is_causal, source = _causal(config, causal, _DECODER_KEYS, default=config.text("model_type") == "qwen3")
+    rope = read_rope(config)
     return ArchitectureConfig(
         architecture=_architecture(config, "Qwen3Model"),
         model_type=config.text("model_type"),
@@ -145,10 +160,11 @@ def _read_qwen3(config: JsonFile, causal: bool | None) -> ArchitectureConfig:
         intermediate_size=config.integer("intermediate_size"),
         norm_eps=config.number("rms_norm_eps", 1e-6),
         activation=_activation(config, "silu"),
-        max_positions=config.integer("max_position_embeddings"),
+        max_positions=rope.max_positions,
         causal=is_causal,
         causal_source=source,
-        rope_theta=_rope_theta(config),
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
         attention_bias=config.flag("attention_bias", False),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         pad_token_id=config.count("pad_token_id") if "pad_token_id" in config else None,
@@ -156,6 +172,127 @@ def _read_qwen3(config: JsonFile, causal: bool | None) -> ArchitectureConfig:
     )
 
 
+# model_type -> (class name, base of rotary embedding, RMSNorm's epsilon) where config.json states none.
+_LLAMAS = {
+    "llama": ("LlamaModel", 10000.0, 1e-6),
+    "mistral": ("MistralModel", 10000.0, 1e-6),
+    "qwen2": ("Qwen2Model", 10000.0, 1e-6),
+}
+
+
+def _read_llama(config: JsonFile, causal: bool | None) -> ArchitectureConfig:
+    """Llama and what differs from it by biases or a window."""
+    model_type = config.text("model_type")
+    name, theta, eps = _LLAMAS[model_type]
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    # Mistral means 8 by silence; its checkpoints all say so.
+    kv_heads = config.integer("num_key_value_heads", None if model_type == "mistral" else heads)
+    if heads % kv_heads:
+        raise config.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if "head_dim" not in config and hidden % heads:
+        raise config.error(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    if model_type == "qwen2":
+        _refuse_sliding_window(config)
+    is_causal, source = _causal(config, causal, _DECODER_KEYS, default=True)
+    rope = read_rope(config, default_theta=theta)
+    bias = model_type == "qwen2" or (model_type == "llama" and config.flag("attention_bias", False))
+    return ArchitectureConfig(
+        architecture=_architecture(config, name),
+        model_type=model_type,
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden,
+        num_layers=config.integer("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=config.integer("head_dim", hidden // heads),
+        intermediate_size=config.integer("intermediate_size"),
+        norm_eps=config.number("rms_norm_eps", eps),
+        activation=_activation(config, "silu"),
+        max_positions=rope.max_positions,
+        causal=is_causal,
+        causal_source=source,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        attention_bias=bias,
+        output_bias=bias and model_type == "llama",
+        mlp_bias=model_type == "llama" and config.flag("mlp_bias", False),
+        window=_window(config, rope.max_positions) if model_type == "mistral" else None,
+        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        pad_token_id=config.count("pad_token_id") if "pad_token_id" in config else None,
+        dtype=_dtype(config),
+    )
+
+
+def _read_qwen3_5(config: JsonFile, causal: bool | None) -> ArchitectureConfig:
+    """Qwen3.5's text model: config.json of its own, or the `text_config` beside a vision tower's.
+
+    The three position axes of mrope are one for text, so its sections change nothing.
+    """
+    text = config.child("text_config") if "text_config" in config else config
+    heads, kv_heads = text.integer("num_attention_heads", 16), text.integer("num_key_value_heads", 4)
+    if heads % kv_heads:
+        raise config.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if not text.flag("attn_output_gate", True):
+        raise config.error("attn_output_gate is false: attention without its gate is not served for this family")
+    activation = _activation(text, "silu")
+    if activation != "silu":
+        raise config.error(f"hidden_act {activation!r} is not served for this family, only 'silu'")
+    rope = read_rope(text, default_share=0.25)
+    head_dim, num_layers = text.integer("head_dim", 256), text.integer("num_hidden_layers")
+    rotary_dim = int(head_dim * rope.share)
+    if rotary_dim % 2:
+        raise config.error(f"{rope.share:g} of head_dim {head_dim} is {rotary_dim}, and must be even to be turned")
+    is_causal, source = _retrieval_attention(config, text, causal)
+    # A generating class goes by the outer key, where there is one.
+    tied = config if "tie_word_embeddings" in config else text
+    return ArchitectureConfig(
+        architecture=_architecture(config, "Qwen3_5TextModel"),
+        model_type=config.text("model_type"),
+        vocab_size=text.integer("vocab_size"),
+        hidden_size=text.integer("hidden_size"),
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=text.integer("intermediate_size"),
+        norm_eps=text.number("rms_norm_eps", 1e-6),
+        activation=activation,
+        max_positions=rope.max_positions,
+        causal=is_causal,
+        causal_source=source,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        rotary_dim=rotary_dim,
+        gated_delta=read_gated_delta(text, num_layers),
+        attention_bias=text.flag("attention_bias", False),
+        tie_word_embeddings=tied.flag("tie_word_embeddings", False),
+        pad_token_id=text.count("pad_token_id") if "pad_token_id" in text else None,
+        dtype=_dtype(config if "dtype" in config or "torch_dtype" in config else text),
+    )
+
+
+def _retrieval_attention(config: JsonFile, text: JsonFile, asked: bool | None) -> tuple[bool, str]:
+    """(causal, where from) of a hybrid model's attending layers; a recurrence has one direction whatever is said.
+
+    The keys stand in either of the two objects.
+    """
+    if asked is not None:
+        return asked, "the caller's choice"
+    said: dict[str, bool] = {}
+    for level, before in [(config, "")] + ([(text, "text_config.")] if text is not config else []):
+        for key in ("is_causal", "use_bidirectional_attention"):
+            if key in level:
+                said[before + key] = level.flag(key) == (key == "is_causal")
+        contract = level.text(_CONTRACT, "")
+        if contract not in ("", "causal", "bidirectional"):
+            raise config.error(f"{_CONTRACT} is {contract!r}, and must be causal or bidirectional")
+        if contract:
+            said[before + _CONTRACT] = contract == "causal"
+    return _settled(config, said, default=True)
+
+
+_CONTRACT = "retrieval_attention_contract"
+_DECODER_KEYS = {"is_causal": True, "use_bidirectional_attention": False, "is_decoder": True}
 _READERS: dict[str, Callable[[JsonFile, bool | None], ArchitectureConfig]] = {
     "bert": _read_bert,
     "roberta": _read_bert,
@@ -163,6 +300,9 @@ _READERS: dict[str, Callable[[JsonFile, bool | None], ArchitectureConfig]] = {
     "camembert": _read_bert,
     "qwen3": _read_qwen3,
     "bidirectional_pplx_qwen3": _read_qwen3,
+    **dict.fromkeys(_LLAMAS, _read_llama),
+    "qwen3_5": _read_qwen3_5,
+    "qwen3_5_text": _read_qwen3_5,
 }
 
 
@@ -174,8 +314,14 @@ def _causal(config: JsonFile, asked: bool | None, keys: dict[str, bool], *, defa
     if said == {"is_decoder": False} and _architecture(config, "").endswith("ForCausalLM"):
         # Older writers put `is_decoder: false` into every config; it only means something beside another class name.
         said["architectures"] = True
+    return _settled(config, said, default=default)
+
+
+def _settled(config: JsonFile, said: dict[str, bool], *, default: bool) -> tuple[bool, str]:
+    """`said` is what each key states; one of an inner object is written with a dot."""
     if len(set(said.values())) > 1:
-        stated = ", ".join(f"{key} = {config.data[key]}" for key in said)
+        outer = {key: config.child(key.split(".")[0]) if "." in key else config for key in said}
+        stated = ", ".join(f"{key} = {outer[key].data[key.split('.')[-1]]}" for key in said)
         raise config.error(
             f"the attention mode is contradictory ({stated}); settle it with --causal or --bidirectional"
         )
@@ -201,21 +347,18 @@ def _dtype(config: JsonFile) -> str:
     return name.removeprefix("torch.")
 
 
-def _rope_theta(config: JsonFile) -> float:
-    """`rope_theta` at the top level or, since transformers 5, in `rope_parameters`."""
-    parameters = config.child("rope_parameters")
-    for scaling in (parameters, config.child("rope_scaling")):
-        kind = scaling.text("rope_type", scaling.text("type", "default"))
-        if kind != "default":
-            raise config.error(f"rotary scaling {kind!r} is not served")
-    source = parameters if "rope_theta" in parameters else config
-    if source.number("partial_rotary_factor", 1.0) != 1.0:
-        raise config.error("partial_rotary_factor is not served for this family")
-    return source.number("rope_theta")
+def _window(config: JsonFile, positions: int) -> int | None:
+    """Mistral's, the same in all layers; a token counts itself among the `sliding_window` it sees."""
+    if any(kind != "sliding_attention" for kind in config.texts("layer_types")):
+        raise config.error("layer_types has layers without the window, which is not served for this family")
+    if "sliding_window" in config.data and "sliding_window" not in config:
+        return None  # null is none; 4096 is what silence means
+    seen = config.integer("sliding_window", 4096)
+    return None if seen >= positions else seen - 1
 
 
 def _refuse_sliding_window(config: JsonFile) -> None:
-    """A window is served as one for all layers only; a Qwen3 checkpoint that uses one has it in some layers."""
+    """A window is served as one for all layers only; a Qwen checkpoint that uses one has it in some layers."""
     slides = config.flag("use_sliding_window", False) and "sliding_window" in config
     some = config.count("max_window_layers", 0) < config.integer("num_hidden_layers")
     if (slides and some) or "sliding_attention" in config.texts("layer_types"):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rose.config.architecture import ArchitectureConfig, read_architecture
+from rose.config.generation import GenerationConfig, has_lm_head, read_generation
 from rose.config.json_file import JsonFile
 from rose.config.reranker import RerankerConfig, Task, read_reranker
 from rose.config.sentence_transformers import (
@@ -44,7 +45,8 @@ class ModelFolder:
 
     Attributes:
         max_tokens: the longest sequence served, special tokens included: the least of the position table, the
-            sentence-transformers limit and the tokenizer's limit (where that one is sane).
+            sentence-transformers limit and the tokenizer's limit (where that one is sane). Where it generates, the
+            position table alone: the other two are about cutting texts.
         prompts: name -> text put before the input, verbatim.
         tokenizer_sha256: digest of tokenizer.json, or None where there is none.
         dimension: length of the vector that comes out at the end.
@@ -57,6 +59,8 @@ class ModelFolder:
         contextual: chunks of a document are joined by `separator_id`, run as one sequence and pooled each by itself.
         separator: the tokenizer's sep token, or None where it names none.
         separator_id: its id; other tokens may have the same (padding in pplx-embed), so nothing is told by it.
+        generation: how it continues texts, or None for an embedder or reranker; with it there is neither pooling nor
+            reranker, and `dimension` is 0.
     """
 
     path: Path
@@ -79,6 +83,7 @@ class ModelFolder:
     contextual: bool = False
     separator: str | None = None
     separator_id: int | None = None
+    generation: GenerationConfig | None = None
 
     @property
     def backbone_path(self) -> Path:
@@ -100,7 +105,8 @@ def read_model_folder(
         pooling: settles the pooling of a folder that does not state one ("mean", "cls", "last"); wins over one that
             does, and `PoolingConfig.source` then tells both.
         causal: settles the attention mode where config.json leaves it open; wins likewise.
-        task: "embed" or "rerank" settles what a folder that does not say so is for.
+        task: "embed", "rerank" or "generate" settles what the folder is for. None leaves it to the folder: pooling or a
+            head that scores say it themselves, and a causal language model with neither generates.
         template: how a reranker's pair is written where the folder does not say: "qwen3" or "none".
 
     Raises:
@@ -133,11 +139,14 @@ def read_model_folder(
         )
     if reranker is not None and pooling is not None:
         raise CheckpointError(f"{root} scores pairs and pools nothing ({reranker.source}); leave --pooling out")
+    generation = _generation(config, architecture, tokens, modules, pooling, task) if reranker is None else None
     contextual = architecture.architecture == _CONTEXTUAL
     if contextual:
         modules = _with_the_classes_own(modules)
-    pooled = None if reranker is not None else _pooling(root, modules, pooling, architecture)
+    pools = reranker is None and generation is None
+    pooled = _pooling(root, modules, pooling, architecture) if pools else None
     transformer = _transformer_file(backbone)
+    sentence_config = sentence_config if generation is None else JsonFile(sentence_config.path, {})
     prompts, default_prompt, similarity = _read_prompts(sentence_config, reranker is not None)
     folder = ModelFolder(
         path=root,
@@ -147,7 +156,9 @@ def read_model_folder(
         normalize=modules.normalize,
         prompts=prompts,
         default_prompt_name=default_prompt,
-        max_tokens=_max_tokens(architecture, transformer, tokens.config),
+        max_tokens=_max_tokens(architecture, transformer, tokens.config)
+        if generation is None
+        else architecture.max_positions,
         similarity=similarity,
         tokenizer_sha256=_sha256(backbone / "tokenizer.json"),
         dimension=_dimension(modules, pooled, config, architecture.hidden_size)
@@ -162,10 +173,31 @@ def read_model_folder(
         contextual=contextual,
         separator=tokens.text_of("sep"),
         separator_id=tokens.role_id("sep"),
+        generation=generation,
     )
     if contextual and folder.separator_id is None:
         raise CheckpointError(f"{root} joins chunks by a separator, and its tokenizer's files name no sep_token")
     return folder
+
+
+def _generation(
+    config: JsonFile,
+    architecture: ArchitectureConfig,
+    tokens: TokenizerFiles,
+    modules: SentenceModules,
+    pooling: str | None,
+    task: Task | None,
+) -> GenerationConfig | None:
+    """None for a folder that is to pool."""
+    if task == "generate":
+        if pooling is not None:
+            raise config.error("a generating model pools nothing; leave --pooling out")
+        return read_generation(config, architecture, tokens, source="the caller's choice")
+    stated = modules.pooling is not None or pooling is not None
+    if task is not None or stated or not has_lm_head(architecture) or not architecture.causal:
+        return None
+    source = f"config.json: {architecture.architecture}, and no file names a pooling or a score"
+    return read_generation(config, architecture, tokens, source=source)
 
 
 def _pooling(

@@ -15,7 +15,7 @@ from rose.config.json_file import JsonFile
 from rose.config.sentence_transformers import LogitScoreConfig
 from rose.config.tokenizer_files import TokenizerFiles
 
-Task = Literal["embed", "rerank"]
+Task = Literal["embed", "rerank", "generate"]
 
 # The text around a pair as Qwen3-Reranker's authors have it (github.com/QwenLM/Qwen3-Embedding, README), verbatim:
 # the two line ends at the end are the last token, whose row is scored.
@@ -94,7 +94,7 @@ def read_reranker(
     Args:
         logit_score: of modules.json, or None.
         name: of the folder; "Qwen3-Reranker" in it stands for the files that its first revisions lack.
-        task: "rerank" or "embed" settles what a folder that states neither is.
+        task: settles what the folder is for; only "rerank" makes a reranker of it.
         template: "qwen3" or "none" settles how a pair is written.
 
     Raises:
@@ -105,7 +105,7 @@ def read_reranker(
         raise config.error(f"rerank template {template!r} is not served; there are qwen3, none")
     kind = architecture.architecture
     known = "qwen3-reranker" in f"{name} {config.text('_name_or_path', '')}".lower()
-    if task == "embed":
+    if task not in (None, "rerank"):
         return None
     if kind.endswith("ForSequenceClassification"):
         return _classifier(config, architecture, sentence_config, tokens, known=known, template=template)

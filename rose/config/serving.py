@@ -23,6 +23,12 @@ class EngineConfig:
         max_tokens: longest sequence accepted, in tokens, special tokens included.
         max_in_flight: batches launched and not yet finished, at most.
         graph_bytes: device memory the captured graphs may take; 0 captures none.
+        max_running: most sequences that generate at a time.
+        prefill_tokens: most tokens of a generating batch; what running sequences leave of it goes to prompts.
+        kv_cache_bytes: memory for the keys and values of generating sequences; 0: what the device has left, or 1 GiB
+            on the CPU.
+        page_size: tokens a page of it.
+        prefix_cache: pages are kept for prompts that start alike, as long as nobody else needs them.
     """
 
     online_tokens: int = 2048
@@ -31,6 +37,11 @@ class EngineConfig:
     max_tokens: int = 512
     max_in_flight: int = 2
     graph_bytes: int = 0
+    max_running: int = 64
+    prefill_tokens: int = 2048
+    kv_cache_bytes: int = 0
+    page_size: int = 16
+    prefix_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,17 +43,31 @@ class TokenizerFiles:
     def config(self) -> JsonFile:
         return JsonFile.read_if_there(self.folder / "tokenizer_config.json")
 
-    @cached_property
+    @property
     def chat_template(self) -> str:
         """The folder's chat template, or nothing; a list of named ones counts by its default."""
-        path = self.folder / "chat_template.jinja"
-        if path.exists():
-            return path.read_text(encoding="utf-8")
+        return self.chat_templates.get("default", "")
+
+    @cached_property
+    def chat_templates(self) -> dict[str, str]:
+        """Name -> chat template; "default" is the plain one. Files of their own win over tokenizer_config.json."""
         stated = self.config.data.get("chat_template")
-        if isinstance(stated, list):
-            named = {entry.get("name"): entry.get("template") for entry in stated if isinstance(entry, dict)}
-            stated = named.get("default")
-        return stated if isinstance(stated, str) else ""
+        entries = stated if isinstance(stated, list) else [{"name": "default", "template": stated}]
+        found = {str(e.get("name")): e.get("template") for e in entries if isinstance(e, dict)}
+        paths = {"default": self.folder / "chat_template.jinja"}
+        paths |= {path.stem: path for path in sorted((self.folder / "additional_chat_templates").glob("*.jinja"))}
+        found |= {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.is_file()}
+        return {name: template for name, template in found.items() if isinstance(template, str) and template}
+
+    @property
+    def size(self) -> int | None:
+        """One more than the largest id in tokenizer.json, or None where there is none."""
+        return max(self._ids.values(), default=-1) + 1 if self._ids else None
+
+    @cached_property
+    def first_added(self) -> str | None:
+        """The special token that tokenizer.json itself puts before a single text, or None."""
+        return _first_added(self._file.data.get("post_processor"))
 
     @cached_property
     def _special_tokens(self) -> JsonFile:
@@ -66,8 +80,12 @@ class TokenizerFiles:
         return {table.child(index).text("content"): int(index) for index in table.data if index.isdigit()}
 
     @cached_property
+    def _file(self) -> JsonFile:
+        return JsonFile.read_if_there(self.folder / "tokenizer.json")
+
+    @cached_property
     def _ids(self) -> dict[str, int]:
-        file = JsonFile.read_if_there(self.folder / "tokenizer.json")
+        file = self._file
         ids = dict(_vocabulary(file.child("model").data.get("vocab")))
         for entry in file.data.get("added_tokens") or ():
             ids[str(entry.get("content"))] = int(entry.get("id", -1))
@@ -79,3 +97,18 @@ def _vocabulary(vocab: Any) -> Iterable[tuple[str, int]]:
     if isinstance(vocab, dict):
         return vocab.items()
     return ((str(piece), index) for index, (piece, _) in enumerate(vocab or ()))
+
+
+def _first_added(processor: Any) -> str | None:
+    if not isinstance(processor, dict):
+        return None
+    kind = processor.get("type")
+    if kind == "Sequence":
+        found = [_first_added(part) for part in processor.get("processors") or ()]
+        return next((token for token in found if token is not None), None)
+    if kind == "TemplateProcessing":
+        first = (processor.get("single") or [{}])[0].get("SpecialToken")
+        return None if first is None else str(first["id"])
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        return str(processor["cls"][0])
+    return None

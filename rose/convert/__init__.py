@@ -3,6 +3,6 @@
 Knows names, shapes and files; knows nothing of serving.
 """
 
-from rose.convert.load import load_model
+from rose.convert.load import load_generative, load_model
 
-__all__ = ["load_model"]
+__all__ = ["load_generative", "load_model"]

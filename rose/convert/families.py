@@ -42,9 +42,31 @@ QWEN3 = Family(
             "layers.{n}.mlp.gate_up_proj.{kind}",
         ),
         Drop("{path*}.rotary_emb.inv_freq", "computed from rope_theta"),
+        Drop("rotary_emb.inv_freq", "likewise, in newer versions"),
     ),
-    outside=(Drop("lm_head.weight", "logits over the vocabulary; an embedder needs none"),),
+    outside=(
+        Drop("lm_head.weight", "logits over the vocabulary: an embedder needs none, and a tied one is the embedding"),
+    ),
     tied=("lm_head.weight", "embed_tokens.weight"),
+)
+
+QWEN3_5 = Family(
+    anchor=QWEN3.anchor,
+    prefixes=QWEN3.prefixes,
+    rules=(
+        *QWEN3.rules,
+        Fuse(
+            tuple(f"layers.{{n}}.linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+            "layers.{n}.linear_attn.in_proj.weight",
+        ),
+    ),
+    outside=(
+        *QWEN3.outside,
+        Drop("model.visual.{rest*}", "the vision tower; only texts are served"),
+        Drop("visual.{rest*}", "the vision tower; only texts are served"),
+        Drop("mtp.{rest*}", "layers that guess further tokens ahead, which nothing here asks"),
+    ),
+    tied=QWEN3.tied,
 )
 
 # Heads that score a sequence, by the registry's name -> where the checkpoint has them, with or without the prefix.
@@ -60,4 +82,4 @@ HEADS: dict[str, tuple[Rename, ...]] = {
     "last": (Rename("score.{kind}", "{kind}"),),
 }
 
-FAMILIES: dict[str, Family] = {"bert": BERT, "qwen3": QWEN3}
+FAMILIES: dict[str, Family] = {"bert": BERT, "qwen3": QWEN3, "llama": QWEN3, "qwen3_5": QWEN3_5}

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from rose.config import ModelFolder, RerankerConfig
 from rose.convert.checkpoint import Checkpoint
-from rose.convert.rules import Family
+from rose.convert.rules import Family, Rename
 from rose.errors import CheckpointError
 
 # A head's own file holds the two tensors of one linear layer.
 LINEAR = Family(anchor="weight", prefixes=("", "linear."))
 _MATRIX = "lm_head.weight"
+# A language model's head, for those that run it.
+LM_HEAD = (Rename(_MATRIX, "weight"),)
 
 
 def colbert_width(folder: ModelFolder) -> int | None:
@@ -42,8 +44,7 @@ def yes_no_row(checkpoint: Checkpoint, prefix: str, config: RerankerConfig, *, t
     Raises:
         CheckpointError: no matrix, an id past its rows, or a tied pair of two different matrices.
     """
-    embedding = f"{prefix}embed_tokens.weight"
-    heads = [name for name in dict.fromkeys((_MATRIX, prefix + _MATRIX)) if name in checkpoint.entries]
+    embedding, heads = _matrices(checkpoint, prefix)
     if not heads and not tied:
         raise CheckpointError(
             f"{path} lacks {_MATRIX}, of which the score is made, and tie_word_embeddings is false, so that the "
@@ -54,10 +55,38 @@ def yes_no_row(checkpoint: Checkpoint, prefix: str, config: RerankerConfig, *, t
     if tied and heads and embedding in checkpoint.entries:
         own = [_row(checkpoint, embedding, i) for i in ids if i is not None]
         if not all(torch.equal(a, b) for a, b in zip(rows, own, strict=True)):
-            raise CheckpointError(
-                f"{heads[0]} and {embedding} differ, and tie_word_embeddings of config.json says that they are one"
-            )
+            raise _differ(heads[0], embedding)
     return (rows[0] - rows[1] if len(rows) == 2 else rows[0])[None]
+
+
+def check_tied(checkpoint: Checkpoint, prefix: str) -> None:
+    """Whether a head that is in the file beside the embedding it is tied to is the same matrix.
+
+    Args:
+        prefix: of the backbone's names.
+
+    Raises:
+        CheckpointError: it is another one: either the config is wrong or the file is, and which cannot be told.
+    """
+    embedding, heads = _matrices(checkpoint, prefix)
+    if embedding not in checkpoint.entries:
+        return
+    for head in heads:
+        one, other = checkpoint.read(head), checkpoint.read(embedding)
+        if one.shape != other.shape or one.dtype != other.dtype or not torch.equal(one, other):
+            raise _differ(head, embedding)
+
+
+def _matrices(checkpoint: Checkpoint, prefix: str) -> tuple[str, list[str]]:
+    """(the embedding's name, names under which the head is in the file)."""
+    heads = [name for name in dict.fromkeys((_MATRIX, prefix + _MATRIX)) if name in checkpoint.entries]
+    return f"{prefix}embed_tokens.weight", heads
+
+
+def _differ(head: str, embedding: str) -> CheckpointError:
+    return CheckpointError(
+        f"{head} and {embedding} differ, and tie_word_embeddings of config.json says that they are one"
+    )
 
 
 def _row(checkpoint: Checkpoint, name: str, index: int) -> Tensor:

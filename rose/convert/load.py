@@ -6,24 +6,27 @@ read: straight onto the device, one target at a time. Knows nothing of serving.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from rose.config import ModelFolder
+from rose.config.sentence_transformers import missing_pooling
 from rose.convert.checkpoint import Checkpoint
 from rose.convert.families import FAMILIES, HEADS
-from rose.convert.heads import LINEAR, colbert_width, yes_no_row
+from rose.convert.heads import LINEAR, LM_HEAD, check_tied, colbert_width, yes_no_row
+from rose.convert.report import left_out
 from rose.convert.rules import Family, Rename, fill
 from rose.convert.stream import HEAD_PREFIX, WeightPlan, plan_weights
 from rose.errors import CheckpointError
 from rose.layers.linear import pack_linears
-from rose.layers.rotary import Rotary
-from rose.layers.token_head import LexicalHead
+from rose.layers.parameter import Builds
 from rose.models.base import ServedModel
+from rose.models.causal_lm import CausalLM, build_causal_lm
 from rose.models.embedder import Embedder, build_embedder
 from rose.models.registry import check_dtype, find_entry
 from rose.models.reranker import Reranker, build_reranker
@@ -32,6 +35,8 @@ from rose.models.reranker import Reranker, build_reranker
 _DENSE = Family(anchor="linear.weight", prefixes=("",))
 _KINDS = ("weight", "bias")
 _NAMED = 5  # names of an error before it says "and N more"
+_Model = TypeVar("_Model", bound=nn.Module)
+_log = logging.getLogger(__name__)
 
 
 def load_model(
@@ -45,14 +50,42 @@ def load_model(
 
     Raises:
         CheckpointError: a tensor that is missing, unknown, defined twice, of a wrong shape or kind, with its file; a
-            head that is not there; or a dtype in which the architecture overflows.
+            head that is not there; a dtype in which the architecture overflows; or a folder that is for generating.
     """
+    if folder.generation is not None:
+        raise missing_pooling(folder.path, could_rerank=True)
+    device, dtype = _where(folder, device, dtype)
+    read = _load_embedder if folder.reranker is None else _load_reranker
+    return _ready(read(folder, device, dtype), device)
+
+
+def load_generative(
+    folder: ModelFolder, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> CausalLM:
+    """The folder's language model, ready to run: weights on `device`, in eval mode, without gradients.
+
+    Args:
+        folder: read as one that generates (`folder.generation`).
+        dtype: as `load_model`; the head's matrix is kept in it too, and multiplied with fp32 sums.
+
+    Raises:
+        CheckpointError: as `load_model`; or a head and an embedding that are tied by the config and differ.
+    """
+    device, dtype = _where(folder, device, dtype)
+    return _ready(_load_causal_lm(folder, device, dtype), device)
+
+
+def _where(
+    folder: ModelFolder, device: torch.device | str, dtype: torch.dtype | None
+) -> tuple[torch.device, torch.dtype]:
     device = torch.device(device)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     check_dtype(folder.architecture, str(dtype).removeprefix("torch."))
-    read = _load_embedder if folder.reranker is None else _load_reranker
-    model = read(folder, device, dtype)
+    return device, dtype
+
+
+def _ready(model: _Model, device: torch.device) -> _Model:
     _build_tables(model, device)
     pack_linears(model)
     return model.eval()
@@ -90,6 +123,7 @@ def _load_reranker(folder: ModelFolder, device: torch.device, dtype: torch.dtype
             expected |= {HEAD_PREFIX + name: shape for name, shape in _shapes(model.head).items()}
         _check_head(plan, expected, rules, path)
         check_plan(plan, expected, path)
+        _tell(plan, FAMILIES[entry.rules], path)
         for name, tensor in plan.stream():
             if name.startswith(HEAD_PREFIX):
                 leaf = name.removeprefix(HEAD_PREFIX)
@@ -99,14 +133,44 @@ def _load_reranker(folder: ModelFolder, device: torch.device, dtype: torch.dtype
     return model
 
 
+def _load_causal_lm(folder: ModelFolder, device: torch.device, dtype: torch.dtype) -> CausalLM:
+    with torch.device("meta"):
+        model = build_causal_lm(folder)
+    path, tied = folder.backbone_path, folder.architecture.tie_word_embeddings
+    rules = () if tied else LM_HEAD
+    with Checkpoint(path) as checkpoint:
+        family = FAMILIES[find_entry(folder.architecture).rules]
+        plan = plan_weights(checkpoint, family, tied=tied, head=rules)
+        if tied:
+            check_tied(checkpoint, plan.prefix)
+        own = {HEAD_PREFIX + name: shape for name, shape in _shapes(model.lm_head).items()}
+        if own and not own.keys() & plan.shapes().keys():
+            raise CheckpointError(
+                f"{path} lacks lm_head.weight, which tokens are drawn with, and tie_word_embeddings is false, so that "
+                "the embedding cannot stand for it"
+            )
+        check_plan(plan, _shapes(model.backbone) | own, path)
+        _tell(plan, family, path)
+        for name, tensor in plan.stream():
+            module = model.lm_head if name.startswith(HEAD_PREFIX) else model.backbone
+            _place(module, name.removeprefix(HEAD_PREFIX), tensor, device, dtype, plan.origin(name))
+    return model
+
+
 def _fill(
     module: nn.Module, path: Path, family: Family, device: torch.device, dtype: torch.dtype, *, tied: bool = False
 ) -> None:
     with Checkpoint(path) as checkpoint:
         plan = plan_weights(checkpoint, family, tied=tied)
         check_plan(plan, _shapes(module), path)
+        _tell(plan, family, path)
         for name, tensor in plan.stream():
             _place(module, name, tensor, device, dtype, plan.origin(name))
+
+
+def _tell(plan: WeightPlan, family: Family, path: Path) -> None:
+    for line in left_out(plan.dropped, family, plan.prefix):
+        _log.info("%s: %s", path, line)
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -149,6 +213,7 @@ def _place(module: nn.Module, name: str, tensor: Tensor, device: torch.device, d
     """
     owner_name, _, leaf = name.rpartition(".")
     owner = module.get_submodule(owner_name)
+    dtype = torch.float32 if leaf in getattr(owner, "fp32_parameters", ()) else dtype
     value = tensor.to(device).to(dtype, copy=tensor.device == device).contiguous()
     # The sum of absolute values is finite if all are (or overflows in the 1e38s): one pass, no mask of the same size.
     if not bool(value.abs().sum(dtype=torch.float32).isfinite()) and not bool(value.isfinite().all()):
@@ -158,7 +223,7 @@ def _place(module: nn.Module, name: str, tensor: Tensor, device: torch.device, d
 
 def _build_tables(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
-        if isinstance(module, Rotary | LexicalHead):
+        if isinstance(module, Builds):
             module.build(device)
 
 

@@ -8,12 +8,30 @@ What rounding adds becomes dummy sequences of their own. Plain Python; knows nei
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 SMALLEST_LENGTH_BOUND = 64
 # Keys of single sequences kept.
 MAX_REMEMBERED = 1 << 16
+
+
+class BatchKey(Hashable, Protocol):
+    """What graphs and estimates need of a key, whatever batches it is of. Hashed by value.
+
+    Attributes:
+        tokens, sequences: of the batch as the model sees it.
+        padded: rounded to a bucket, so that a graph may serve it.
+    """
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def sequences(self) -> int: ...
+
+    @property
+    def padded(self) -> bool: ...
 
 
 class GraphKey(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from rose.engine.buckets import GraphKey
+from rose.engine.buckets import BatchKey
 from rose.engine.execution import DoneTicket, Ticket, expected_end_after
 from rose.engine.graphs import Outputs
 
@@ -223,7 +223,7 @@ class CudaCapturer:
         self._pool = torch.cuda.graph_pool_handle()
         self.seconds: deque[float] = deque(maxlen=1024)
 
-    def capture(self, key: GraphKey, fn: Callable[[], Outputs]) -> CudaGraphCapture:
+    def capture(self, key: BatchKey, fn: Callable[[], Outputs]) -> CudaGraphCapture:
         del key
         begin = time.perf_counter()
         free_before, _ = torch.cuda.mem_get_info(self._device)

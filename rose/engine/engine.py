@@ -167,6 +167,12 @@ class Engine:
         return self._pipeline.failed
 
     @property
+    def device_seconds(self) -> float:
+        """Of the device's time, since start, that batches which ended took; over the clock's, how busy it was."""
+        self._pipeline.retire()
+        return self._pipeline.device_seconds
+
+    @property
     def in_flight_seconds(self) -> float:
         """Age of the oldest batch in flight; one that only grows is a stuck device. 0 if there is none."""
         return self._pipeline.oldest_seconds

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rose.attention_backends.base import AttentionBackend, can_capture
 from rose.batch import Batch
-from rose.engine.buckets import GraphKey
+from rose.engine.buckets import BatchKey
 from rose.engine.graphs import Forward
 from rose.engine.lazy_tensor import HostArray
 from rose.engine.staging import Staged
@@ -29,7 +29,7 @@ class BatchForward:
         self._staged = staged
         self._batch: Batch
 
-    def load(self, packed: Tensor, graph_key: GraphKey | None, like: Forward | None = None) -> None:
+    def load(self, packed: Tensor, graph_key: BatchKey | None, like: Forward | None = None) -> None:
         views = like._batch if isinstance(like, BatchForward) else None
         self._batch = self._staged.batch(packed, graph_key, views)
         self._batch.attention = self._backend.plan(self._batch, self._staged.slot)

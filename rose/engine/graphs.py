@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rose.attention_backends.workspace import WorkspaceFull
-from rose.engine.buckets import GraphKey
+from rose.engine.buckets import BatchKey
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class CapturedGraph(Protocol):
 class Capturer(Protocol):
     """Captures forwards on one device."""
 
-    def capture(self, key: GraphKey, fn: Callable[[], Outputs]) -> CapturedGraph:
+    def capture(self, key: BatchKey, fn: Callable[[], Outputs]) -> CapturedGraph:
         """Record what `fn` launches, without running it. The same key has run plain before.
 
         Raises:
@@ -64,7 +64,7 @@ class Capturer(Protocol):
 class Forward(Protocol):
     """A forward that can be pointed at input buffers."""
 
-    def load(self, packed: Tensor, graph_key: GraphKey | None, like: Forward | None = None) -> None:
+    def load(self, packed: Tensor, graph_key: BatchKey | None, like: Forward | None = None) -> None:
         """Make the batch out of the packed buffer and plan its attention; not captured, repeated before each replay.
 
         Args:
@@ -121,11 +121,11 @@ class LazyGraphs:
         self._device = device
         self._capturer = capturer if max_bytes > 0 else None
         self._max_bytes = max_bytes
-        self._held: OrderedDict[GraphKey, _Held] = OrderedDict()
-        self._seen: OrderedDict[GraphKey, None] = OrderedDict()
-        self._refused: set[GraphKey] = set()
+        self._held: OrderedDict[BatchKey, _Held] = OrderedDict()
+        self._seen: OrderedDict[BatchKey, None] = OrderedDict()
+        self._refused: set[BatchKey] = set()
         self._runs = 0
-        self._released: Callable[[GraphKey], None] = lambda key: None
+        self._released: Callable[[BatchKey], None] = lambda key: None
         self.metrics = GraphMetrics()
 
     @property
@@ -138,14 +138,14 @@ class LazyGraphs:
         """Who captures, or None where nothing is captured."""
         return self._capturer
 
-    def __contains__(self, key: GraphKey) -> bool:
+    def __contains__(self, key: BatchKey) -> bool:
         return key in self._held
 
-    def on_release(self, released: Callable[[GraphKey], None]) -> None:
+    def on_release(self, released: Callable[[BatchKey], None]) -> None:
         """`released` is told of every key whose graph is gone or will never be: plans made for it are free."""
         self._released = released
 
-    def run(self, key: GraphKey, inputs: Tensor, forward: Forward) -> Outputs:
+    def run(self, key: BatchKey, inputs: Tensor, forward: Forward) -> Outputs:
         """Run `forward` on `inputs` in the way this key has earned.
 
         Args:
@@ -169,7 +169,7 @@ class LazyGraphs:
         held.graph.replay()
         return held.graph.outputs
 
-    def _run_plain(self, key: GraphKey, inputs: Tensor, forward: Forward) -> Outputs:
+    def _run_plain(self, key: BatchKey, inputs: Tensor, forward: Forward) -> Outputs:
         self.metrics.plain += 1
         packed = self._to_device(inputs)
         if self._capturable(key) and key not in self._seen:
@@ -187,17 +187,17 @@ class LazyGraphs:
         packed = torch.empty_like(inputs, device=self._device, pin_memory=False)
         return packed.copy_(inputs, non_blocking=True)
 
-    def _capturable(self, key: GraphKey) -> bool:
+    def _capturable(self, key: BatchKey) -> bool:
         return self._capturer is not None and self._max_bytes > 0 and key.padded and key not in self._refused
 
-    def _see(self, key: GraphKey) -> None:
+    def _see(self, key: BatchKey) -> None:
         self._seen[key] = None
         if len(self._seen) > MAX_COUNTED:
             oldest, _ = self._seen.popitem(last=False)
             if oldest not in self._held:
                 self._released(oldest)
 
-    def _may_capture(self, key: GraphKey) -> bool:
+    def _may_capture(self, key: BatchKey) -> bool:
         if not self._capturable(key) or key not in self._seen:
             return False
         if self.metrics.bytes + self._typical_bytes <= self._max_bytes:
@@ -209,7 +209,7 @@ class LazyGraphs:
     def _typical_bytes(self) -> int:
         return self.metrics.bytes // len(self._held) if self._held else 0
 
-    def _capture(self, key: GraphKey, inputs: Tensor, forward: Forward) -> _Held | None:
+    def _capture(self, key: BatchKey, inputs: Tensor, forward: Forward) -> _Held | None:
         """Capture and hold, or None if this key has to stay plain."""
         assert self._capturer is not None
         # Before, so that the device never holds more than the budget; what it really takes is known only after.
@@ -249,7 +249,7 @@ class LazyGraphs:
             self.metrics.bytes -= coldest.bytes
             self.metrics.evicted += 1
 
-    def _refuse(self, key: GraphKey, reason: str) -> None:
+    def _refuse(self, key: BatchKey, reason: str) -> None:
         self._refused.add(key)
         self._released(key)
         self.metrics.failed += 1

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rose.engine.buckets import GraphKey
+from rose.engine.buckets import BatchKey
 from rose.engine.estimate import Durations
 from rose.engine.execution import Ticket
 
@@ -23,7 +23,7 @@ LEAD_FRACTION = 0.1
 
 class _InFlight(NamedTuple):
     ticket: Ticket[object]
-    key: GraphKey
+    key: BatchKey
     launched_at: float
 
 
@@ -32,6 +32,7 @@ class Pipeline:
 
     Attributes:
         failed: batches whose forward raised.
+        device_seconds: that batches which ended took the device, in all.
     """
 
     def __init__(self, depth: int, clock: Callable[[], float]) -> None:
@@ -40,12 +41,13 @@ class Pipeline:
         self._in_flight: deque[_InFlight] = deque()
         self._durations = Durations()
         self.failed = 0
+        self.device_seconds = 0.0
 
     def __len__(self) -> int:
         self.retire()
         return len(self._in_flight)
 
-    def push(self, ticket: Ticket[object], key: GraphKey) -> None:
+    def push(self, ticket: Ticket[object], key: BatchKey) -> None:
         self._in_flight.append(_InFlight(ticket, key, self._clock()))
 
     def retire(self) -> None:
@@ -56,9 +58,10 @@ class Pipeline:
             if seconds is None:
                 self.failed += 1
             else:
+                self.device_seconds += seconds
                 self._durations.observe(ended.key, seconds)
 
-    def expect(self, key: GraphKey) -> float | None:
+    def expect(self, key: BatchKey) -> float | None:
         """Seconds a batch of `key` should take the device, or None if nothing of its size has run yet."""
         return self._durations.expect(key)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rose.batch import Batch
-from rose.engine.buckets import GraphKey, dummy_lengths
+from rose.engine.buckets import BatchKey, GraphKey, dummy_lengths
 from rose.engine.execution import Ticket
 from rose.engine.open_request import Work
 
@@ -91,7 +91,7 @@ class Staged:
         """Rows of pooled outputs as the model gives them."""
         return self.layout.spans or self.layout.sequences
 
-    def batch(self, packed: Tensor, graph_key: GraphKey | None = None, like: Batch | None = None) -> Batch:
+    def batch(self, packed: Tensor, graph_key: BatchKey | None = None, like: Batch | None = None) -> Batch:
         """The batch whose tensors are views of `packed`, [layout.size] int32 on any device.
 
         Args:

@@ -18,13 +18,25 @@ from starlette.routing import Route
 
 from rose.errors import InternalError, RoseError
 from rose.gateway import http_errors
-from rose.gateway.asgi import CLOSE, Call, ClientGone, Message, Receive, Reply, Scope, Send, send_reply
+from rose.gateway.asgi import (
+    CLOSE,
+    Call,
+    ClientGone,
+    Message,
+    Receive,
+    Reply,
+    Scope,
+    Send,
+    StreamReply,
+    send_events,
+    send_reply,
+)
 from rose.gateway.body_budget import BodyBudget, Held
 from rose.gateway.lifecycle import Lifecycle
 from rose.gateway.metrics import Metrics
 
 log = logging.getLogger("rose.gateway")
-Handler = Callable[[Call, bytes], Awaitable[Reply]]
+Handler = Callable[[Call, bytes], Awaitable[Reply | StreamReply]]
 Endpoint = Callable[[Request], Awaitable[Response]]
 OTHER = "other"
 
@@ -85,8 +97,13 @@ class HttpFront:
             reply = await self._reply(call, handler, body)
             if self._lifecycle.draining and CLOSE not in reply.headers:
                 reply.headers.append(CLOSE)
-            status = str(reply.status)
-            await send_reply(send, reply, call.id)
+            if isinstance(reply, StreamReply):
+                body = b""
+                held.release()  # what is sent from here on may take minutes, and needs no body
+                status = str(await call.unless_gone(self._send_events(call, reply, send)))
+            else:
+                status = str(reply.status)
+                await send_reply(send, reply, call.id)
         except ClientGone:
             self._metrics.cancelled.inc()
         except RoseError as error:  # refused before it was taken
@@ -100,20 +117,22 @@ class HttpFront:
                 self._lifecycle.end()
             self._metrics.finished("http", call.path, status, call.elapsed())
 
-    async def _reply(self, call: Call, handler: Handler, body: bytes) -> Reply:
+    async def _send_events(self, call: Call, reply: StreamReply, send: Send) -> int:
+        def failed(error: Exception) -> tuple[int, bytes]:
+            told = _told(call, error)
+            return told.http_status, http_errors.error_event(told)
+
+        return await send_events(send, reply, call.id, failed)
+
+    async def _reply(self, call: Call, handler: Handler, body: bytes) -> Reply | StreamReply:
         try:
             return await handler(call, body)
         except ClientGone:
             raise  # nobody is there to be told
-        except RoseError as error:
-            if error.http_status == 500:
-                log.warning("request %s failed: %s", call.id.decode(), error.message)
-            return http_errors.error_reply(error)
         except asyncio.CancelledError:
             raise
-        except Exception:
-            log.exception("request %s failed", call.id.decode())
-            return http_errors.error_reply(InternalError("an internal error; the server's log has its cause"))
+        except Exception as error:  # noqa: BLE001 (the boundary)
+            return http_errors.error_reply(_told(call, error))
 
     async def _page(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         status = 500
@@ -133,6 +152,16 @@ class HttpFront:
             # The router leaves the endpoint it found in the scope; paths themselves would be labels without end.
             route = self._labels.get(scope.get("endpoint"), OTHER)
             self._metrics.finished("http", route, str(status), call.elapsed())
+
+
+def _told(call: Call, error: Exception) -> RoseError:
+    """What the caller hears of a failure, whose cause is in the log."""
+    if not isinstance(error, RoseError):
+        log.error("request %s failed", call.id.decode(), exc_info=error)
+        return InternalError("an internal error; the server's log has its cause")
+    if error.http_status == 500:
+        log.warning("request %s failed: %s", call.id.decode(), error.message)
+    return error
 
 
 async def _unreachable(request: Request) -> Response:

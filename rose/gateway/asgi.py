@@ -9,7 +9,8 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -46,6 +47,19 @@ class Reply:
     body: bytes
     headers: Headers = field(default_factory=list)
     content_type: bytes = b"application/json"
+
+
+@dataclass(slots=True)
+class StreamReply:
+    """Server-sent events: status 200, the first of them, which is there, and those to come.
+
+    Attributes:
+        events: closed when the caller leaves; what they raise becomes the last one.
+    """
+
+    first: bytes
+    events: AsyncGenerator[bytes, None]
+    headers: Headers = field(default_factory=list)
 
 
 class Call:
@@ -170,3 +184,35 @@ async def send_reply(send: Send, reply: Reply, request_id: bytes) -> None:
     ]
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})
     await send({"type": "http.response.body", "body": reply.body})
+
+
+async def send_events(
+    send: Send, reply: StreamReply, request_id: bytes, failed: Callable[[Exception], tuple[int, bytes]]
+) -> int:
+    """Every event as it comes.
+
+    Args:
+        failed: where the events fail, the status that stands for it and what to send instead of the rest.
+
+    Returns:
+        The HTTP status that the whole would have had: 200, or the failure's.
+    """
+    headers = [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),  # nginx would hold events back
+        (b"x-request-id", request_id),
+        *reply.headers,
+    ]
+    status = 200
+    async with aclosing(reply.events) as events:
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": reply.first, "more_body": True})
+        try:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except Exception as error:  # noqa: BLE001 (the boundary decides what the caller hears of it)
+            status, last = failed(error)
+            await send({"type": "http.response.body", "body": last, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+    return status

@@ -41,7 +41,7 @@ class ContextualRoute:
         config = self._service.service.config
         deadline = deadline_of(call, config.default_timeout_s)
         request = await read_body(_decoder, body, config.max_request_tokens)
-        card = self._service.service.card_for(request.model)
+        card = self._service.service.embedding_card(request.model)
         self._service.check_served(card)
         form = vector_form(card, request.encoding_format or DEFAULT_ENCODING, None)
         dimensions = check_form_dimensions(request.dimensions, card, form, strict=config.strict_dimensions)

@@ -47,6 +47,19 @@ class ControlTokenSplitter:
         return np.array([*kept, *ids[end:].tolist()], dtype=np.int32)
 
 
+def plain_ids(tokenizer: Tokenizer, text: str, control: Collection[int]) -> list[int]:
+    """Ids of a text by the tokenizer's own steps without its search for added tokens, and none of `control` among them.
+
+    A model of pieces may still have a control token's spelling as a piece: then its two halves.
+    """
+    normal = text if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str(text)
+    words = [normal]
+    if tokenizer.pre_tokenizer is not None:
+        words = [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normal)]
+    ids = [token.id for word in words for token in tokenizer.model.tokenize(word)]
+    return list(_halves(tokenizer, text)) if any(number in control for number in ids) else ids
+
+
 def _halves(tokenizer: Tokenizer, content: str) -> Sequence[int]:
     middle = max(1, len(content) // 2)
     halves = [half for half in (content[:middle], content[middle:]) if half]

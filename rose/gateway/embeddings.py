@@ -35,7 +35,7 @@ class EmbeddingsRoute:
         config = self._service.config
         deadline = deadline_of(call, config.default_timeout_s)
         request = await read_body(decoder, body, config.max_request_tokens)
-        card = self._service.card_for(request.model)
+        card = self._service.embedding_card(request.model)
         limits = (config.max_items, config.max_request_tokens)
         plan = await off_loop(body, make_plan, request, card, *limits, deadline, strict=config.strict_dimensions)
         done = await call.unless_gone(self._service.embed(card, plan.job))

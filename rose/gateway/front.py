@@ -13,10 +13,13 @@ from pathlib import Path
 from rose.config.serving import GatewayConfig, check_gateway_config
 from rose.gateway.app import HttpFront
 from rose.gateway.body_budget import BodyBudget
+from rose.gateway.chat import ChatRoute
+from rose.gateway.completions import CompletionsRoute
 from rose.gateway.contextual import ContextualService
 from rose.gateway.contextual_route import ContextualRoute
 from rose.gateway.embeddings import EmbeddingsRoute
 from rose.gateway.facts import Reading, read_facts
+from rose.gateway.generating import GenerateService
 from rose.gateway.lifecycle import Lifecycle
 from rose.gateway.metrics import Metrics
 from rose.gateway.pages import Pages
@@ -38,6 +41,7 @@ class Front:
     http: HttpFront
     service: EmbedService
     rank: RankService
+    generate: GenerateService
     lifecycle: Lifecycle
     metrics: Metrics
     pool: ReplicaPool
@@ -78,7 +82,8 @@ async def make_front(
         ) as pool:
             service = EmbedService(pool, tokenizer, config, metrics)
             rank = RankService(service, facts)
-            pages = Pages(service, lifecycle, metrics)
+            generate = GenerateService(service, facts, metrics)
+            pages = Pages(service, generate, lifecycle, metrics)
             metrics.watch(
                 replicas=pool.replicas,
                 in_flight=lambda: lifecycle.in_flight,
@@ -87,8 +92,8 @@ async def make_front(
             )
             contextual = ContextualService(service, facts)
             bodies = BodyBudget(config.max_held_bytes or HELD_BODIES * config.max_body_bytes)
-            http = http_front(service, rank, contextual, pages, lifecycle, metrics, bodies)
-            yield Front(http, service, rank, lifecycle, metrics, pool, pages, bodies)
+            http = http_front(service, rank, contextual, generate, pages, lifecycle, metrics, bodies)
+            yield Front(http, service, rank, generate, lifecycle, metrics, pool, pages, bodies)
     finally:
         tokenizer.close()
 
@@ -97,12 +102,14 @@ def http_front(
     service: EmbedService,
     rank: RankService,
     contextual: ContextualService,
+    generate: GenerateService,
     pages: Pages,
     lifecycle: Lifecycle,
     metrics: Metrics,
     bodies: BodyBudget,
 ) -> HttpFront:
     embeddings = EmbeddingsRoute(service, metrics)
+    completions, chat = CompletionsRoute(generate), ChatRoute(generate)
     rerank, score = RerankRoute(rank, metrics), ScoreRoute(rank, metrics)
     return HttpFront(
         {
@@ -113,6 +120,10 @@ def http_front(
             "/v1/score": score,
             "/score": score,
             "/v1/contextualizedembeddings": ContextualRoute(contextual, metrics),
+            "/v1/completions": completions,
+            "/completions": completions,
+            "/v1/chat/completions": chat,
+            "/chat/completions": chat,
         },
         {
             "/v1/models": pages.models,

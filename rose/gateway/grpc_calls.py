@@ -42,7 +42,7 @@ class Answered(NamedTuple):
 
 async def embed(front: Front, request: pb.EmbedRequest, deadline: float) -> Answered:
     service = front.service
-    card = service.card_for(request.model)
+    card = service.embedding_card(request.model)
     given, token_types, spans = _input(request, card, service.config.max_items)
     if isinstance(given, Texts):
         check_kinds(card, [output.name for output in output_cards(card, request.outputs)])
@@ -76,7 +76,7 @@ async def rerank(front: Front, request: pb.RerankRequest, deadline: float) -> An
         priority=request.priority,
         deadline=deadline,
     )
-    ranked = await front.rank.rank(front.service.card_for(request.model), job)
+    ranked = await front.rank.rank(front.service.embedding_card(request.model), job)
     scores = _shown(ranked, request.raw_scores)
     best = ranked.order()[: request.top_n or None]
     answer = pb.RerankResponse(
@@ -103,7 +103,7 @@ async def score(front: Front, request: pb.ScoreRequest, deadline: float) -> Answ
         priority=request.priority,
         deadline=deadline,
     )
-    ranked = await front.rank.rank(front.service.card_for(request.model), job)
+    ranked = await front.rank.rank(front.service.embedding_card(request.model), job)
     answer = pb.ScoreResponse(
         scores=_shown(ranked, request.raw_scores), prompt_tokens=ranked.tokens, timing=_timing(ranked.timing)
     )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
 
 import grpc
@@ -18,7 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rose.errors import DeadlineExceeded, InternalError, InvalidInput, PayloadTooLarge, RoseError, from_kind
-from rose.gateway import grpc_calls
+from rose.gateway import grpc_calls, grpc_generate
 from rose.gateway.body_budget import Held
 from rose.gateway.front import Front
 from rose.gateway.grpc_calls import Answered
@@ -37,6 +38,7 @@ HEALTH_S = 0.2
 STOP_GRACE_S = 0.5
 M = TypeVar("M", bound=Message)
 Method = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
+StreamMethod = Callable[[bytes, grpc.aio.ServicerContext], AsyncGenerator[bytes, None]]
 
 
 class GrpcFront:
@@ -58,6 +60,7 @@ class GrpcFront:
             "Embed": self._handler("Embed", self._work(pb.EmbedRequest, grpc_calls.embed)),
             "Rerank": self._handler("Rerank", self._work(pb.RerankRequest, grpc_calls.rerank)),
             "Score": self._handler("Score", self._work(pb.ScoreRequest, grpc_calls.score)),
+            "Generate": self._stream_handler("Generate", self._generate),
             "Info": self._handler("Info", self._info),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
@@ -101,40 +104,58 @@ class GrpcFront:
 
         return method
 
-    def _handler(self, name: str, method: Method) -> grpc.RpcMethodHandler:
-        """Counts a call, and turns every failure into the status of the error table with the Error beside it."""
-        front = self._front
+    async def _generate(self, raw: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[bytes, None]:
+        config = self._front.service.config
+        request = _parse(raw, pb.GenerateRequest, config.max_body_bytes)
+        deadline = _deadline(context, config.default_timeout_s)
+        async with aclosing(grpc_generate.generate(self._front, request, deadline)) as chunks:
+            async for chunk in chunks:
+                yield chunk.SerializeToString()
 
+    def _handler(self, name: str, method: Method) -> grpc.RpcMethodHandler:
         async def guarded(raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
-            started = time.perf_counter()
-            status = "CANCELLED"
-            taken = False
-            held = Held(front.bodies)
-            try:
-                front.lifecycle.begin()
-                taken = True
-                if not held.add(len(raw)):
-                    raise held.refusal()
-                answer = await method(raw, context)
-                status = "OK"
-            except asyncio.CancelledError:
-                front.metrics.cancelled.inc()
-                raise
-            except RoseError as error:
-                status = error.grpc_status
-                await _abort(context, error)
-            except Exception:
-                log.exception("%s failed", name)
-                status = InternalError.grpc_status
-                await _abort(context, InternalError("an internal error; the server's log has its cause"))
-            finally:
-                held.release()
-                if taken:
-                    front.lifecycle.end()
-                front.metrics.finished("grpc", name, status, time.perf_counter() - started)
-            return answer
+            async with self._boundary(name, raw, context):
+                return await method(raw, context)
 
         return grpc.unary_unary_rpc_method_handler(guarded)
+
+    def _stream_handler(self, name: str, method: StreamMethod) -> grpc.RpcMethodHandler:
+        async def guarded(raw: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[bytes, None]:
+            async with self._boundary(name, raw, context), aclosing(method(raw, context)) as answers:
+                async for answer in answers:
+                    yield answer
+
+        return grpc.unary_stream_rpc_method_handler(guarded)
+
+    @asynccontextmanager
+    async def _boundary(self, name: str, raw: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+        """Counts a call, and turns every failure into the status of the error table with the Error beside it."""
+        front, started = self._front, time.perf_counter()
+        status = "CANCELLED"
+        taken = False
+        held = Held(front.bodies)
+        try:
+            front.lifecycle.begin()
+            taken = True
+            if not held.add(len(raw)):
+                raise held.refusal()
+            yield
+            status = "OK"
+        except (asyncio.CancelledError, GeneratorExit):
+            front.metrics.cancelled.inc()
+            raise
+        except RoseError as error:
+            status = error.grpc_status
+            await _abort(context, error)
+        except Exception:
+            log.exception("%s failed", name)
+            status = InternalError.grpc_status
+            await _abort(context, InternalError("an internal error; the server's log has its cause"))
+        finally:
+            held.release()
+            if taken:
+                front.lifecycle.end()
+            front.metrics.finished("grpc", name, status, time.perf_counter() - started)
 
     async def _follow(self) -> None:
         """Keep the health service true: SERVING only while the next request would be taken."""

@@ -38,6 +38,11 @@ def error_reply(error: RoseError) -> Reply:
     return answer
 
 
+def error_event(error: RoseError) -> bytes:
+    """The same as a server-sent event, the last of a stream that has begun."""
+    return b"data: %b\n\n" % error_reply(error).body
+
+
 def _headers(error: RoseError) -> Headers:
     headers: Headers = []
     if error.http_status in (429, 503):

@@ -65,6 +65,10 @@ class Metrics:
         self.tokens = Counter("rose_tokens", "Tokens of answered requests.", registry=to)
         self.items = Counter("rose_items", "Inputs of answered requests.", registry=to)
         self.request_tokens = Histogram("rose_request_tokens", "Tokens of a request.", buckets=TOKENS, registry=to)
+        self.generated = Counter("rose_generated_tokens", "Tokens drawn, of answers cut off too.", registry=to)
+        self.first_token = Histogram(
+            "rose_first_token_seconds", "From the prompt's tokens to the answer's first.", buckets=SECONDS, registry=to
+        )
         self.retries = Counter("rose_part_retries", "Parts sent to another replica after one failed.", registry=to)
         self.cancelled = Counter("rose_cancelled", "Requests whose caller left before the answer.", registry=to)
         self._in_flight = Gauge("rose_requests_in_flight", "Requests not yet answered.", registry=to)

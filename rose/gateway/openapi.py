@@ -12,6 +12,7 @@ import msgspec
 import rose
 from rose.config.serving import GatewayConfig
 from rose.errors import WIRE_ERRORS, Cancelled
+from rose.gateway.generate_request import MAX_ANSWERS
 from rose.gateway.schemas import (
     EmbeddingRequest,
     EmbeddingResponse,
@@ -22,15 +23,17 @@ from rose.gateway.schemas import (
     Readiness,
 )
 from rose.gateway.schemas_context import ContextualRequest, ContextualResponse
+from rose.gateway.schemas_generate import ChatChunk, ChatRequest, ChatResponse, CompletionRequest, CompletionResponse
 from rose.gateway.schemas_rank import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
 
 _TYPES = (
     *(EmbeddingRequest, EmbeddingResponse, RerankRequest, RerankResponse, ScoreRequest, ScoreResponse),
+    *(CompletionRequest, CompletionResponse, ChatRequest, ChatResponse, ChatChunk),
     *(ContextualRequest, ContextualResponse, ErrorResponse, Liveness, Model, ModelList, Readiness),
 )
 _TITLE = "ROSE"
 _ABOUT = """\
-Embeddings and scores over HTTP, in the dialects that OpenAI, Jina, Cohere and Perplexity clients speak.
+Embeddings, scores and generated text over HTTP, in the dialects that OpenAI, Jina, Cohere and Perplexity clients speak.
 Unknown request fields are ignored. Every error has the same shape:
 `{"error": {"message", "type", "param", "code", "index"}}`.
 
@@ -41,6 +44,8 @@ _EXAMPLE = {"input": ["where does the river meet the sea?", "south of the old li
 _RERANK_EXAMPLE = {"query": "where does the river meet the sea?", "documents": ["south of the lighthouse", "salt"]}
 _SCORE_EXAMPLE = {"text_1": "where does the river meet the sea?", "text_2": ["south of the lighthouse", "salt"]}
 _CONTEXTUAL_EXAMPLE = {"input": [["The river rises in the hills.", "It meets the sea."]], "encoding_format": "float"}
+_COMPLETION_EXAMPLE = {"prompt": "The river meets the sea", "max_tokens": 32, "temperature": 0}
+_CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "Where does the river meet the sea?"}], "max_tokens": 64}
 _REQUEST_HEADERS = [
     {
         "name": "X-Request-Id",
@@ -68,6 +73,8 @@ def openapi_document(config: GatewayConfig) -> dict[str, Any]:
             **{path: {"post": _rerank(config)} for path in ("/v1/rerank", "/rerank")},
             **{path: {"post": _score(config)} for path in ("/v1/score", "/score")},
             "/v1/contextualizedembeddings": {"post": _contextual(config)},
+            **{path: {"post": _completions()} for path in ("/v1/completions", "/completions")},
+            **{path: {"post": _chat()} for path in ("/v1/chat/completions", "/chat/completions")},
             **{path: {"get": _models()} for path in ("/v1/models", "/models")},
             "/v1/models/{model}": {"get": _model()},
             "/health": {"get": _page("The process is alive", Liveness, "state")},
@@ -139,6 +146,32 @@ def _contextual(config: GatewayConfig) -> dict[str, Any]:
         (ContextualRequest, _CONTEXTUAL_EXAMPLE),
         ("One list a document, one vector a chunk", ContextualResponse),
     )
+
+
+def _completions() -> dict[str, Any]:
+    page = _work(
+        "generation",
+        "Texts or token ids, continued",
+        f"In OpenAI's shape, for generating models. At most {MAX_ANSWERS} answers a request, over all its prompts. "
+        "With `stream` server-sent events of the same shape, ended by `data: [DONE]`; one that fails ends with `data: "
+        '{"error": ...}` instead.',
+        (CompletionRequest, _COMPLETION_EXAMPLE),
+        ("One answer a prompt and choice", CompletionResponse),
+    )
+    page["responses"]["200"]["content"]["text/event-stream"] = {"schema": _ref(CompletionResponse)}
+    return page
+
+
+def _chat() -> dict[str, Any]:
+    page = _work(
+        "generation",
+        "The assistant's next message",
+        "In OpenAI's shape, for generating models with a chat template. Streams as completions do.",
+        (ChatRequest, _CHAT_EXAMPLE),
+        ("One answer a choice", ChatResponse),
+    )
+    page["responses"]["200"]["content"]["text/event-stream"] = {"schema": _ref(ChatChunk)}
+    return page
 
 
 def _work(

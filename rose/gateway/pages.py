@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from importlib import resources
+from typing import Literal
 
 import msgspec
 from prometheus_client.exposition import choose_encoder
@@ -16,6 +17,7 @@ from starlette.responses import Response
 import rose
 from rose.errors import RoseError, Unavailable, UnknownModel
 from rose.gateway import http_errors
+from rose.gateway.generating import GenerateService
 from rose.gateway.lifecycle import Lifecycle
 from rose.gateway.metrics import Metrics
 from rose.gateway.openapi import openapi_document
@@ -32,8 +34,11 @@ STATS_TIMEOUT_S = 0.5
 class Pages:
     """Endpoints of the GET routes."""
 
-    def __init__(self, service: EmbedService, lifecycle: Lifecycle, metrics: Metrics) -> None:
+    def __init__(
+        self, service: EmbedService, generate: GenerateService, lifecycle: Lifecycle, metrics: Metrics
+    ) -> None:
         self._service = service
+        self._generate = generate
         self._lifecycle = lifecycle
         self._metrics = metrics
         self._started = int(time.time())
@@ -98,7 +103,7 @@ class Pages:
             max_model_len=longest(card),
             max_items=config.max_items,
             max_body_bytes=config.max_body_bytes,
-            dimension=next((output.dimension for output in output_cards(card, ())), card.hidden_size),
+            dimension=_dimension(card),
             matryoshka_dimensions=list(card.matryoshka_dimensions),
             prompts=dict(card.prompts),
             default_prompt_name=card.default_prompt_name or None,
@@ -108,7 +113,23 @@ class Pages:
             dtype=card.dtype,
             device=card.device,
             backend=card.backend,
+            task=_task(card),
+            chat=card.generates and self._generate.chats,
+            end_token_ids=list(card.end_ids),
+            max_running=card.max_running,
         )
+
+
+def _dimension(card: pb.ModelCard) -> int | None:
+    if card.generates:
+        return None
+    return next((output.dimension for output in output_cards(card, ())), card.hidden_size)
+
+
+def _task(card: pb.ModelCard) -> Literal["embed", "rerank", "generate"]:
+    if card.generates:
+        return "generate"
+    return "rerank" if any(output.kind == "score" for output in card.outputs) else "embed"
 
 
 def _output(output: pb.OutputCard) -> OutputInfo:

@@ -44,7 +44,7 @@ class RerankRoute:
         config = self._service.service.config
         deadline = deadline_of(call, config.default_timeout_s)
         request = await read_body(rerank_decoder, body, config.max_request_tokens)
-        card = self._service.service.card_for(request.model)
+        card = self._service.service.embedding_card(request.model)
         job = rerank_job(request, config.max_items, deadline)
         ranked = await call.unless_gone(self._service.rank(card, job))
         started = time.perf_counter()
@@ -64,7 +64,7 @@ class ScoreRoute:
         config = self._service.service.config
         deadline = deadline_of(call, config.default_timeout_s)
         request = await read_body(score_decoder, body, config.max_request_tokens)
-        card = self._service.service.card_for(request.model)
+        card = self._service.service.embedding_card(request.model)
         ranked = await call.unless_gone(self._service.rank(card, score_job(request, config.max_items, deadline)))
         started = time.perf_counter()
         scores, activation = ranked.shown(request.raw_scores)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from rose.client import AsyncClient, EmbedResult
+from rose.client.messages import count_tokens
 from rose.errors import DeadlineExceeded, RoseError, Unavailable, from_kind
 from rose.gateway.parts import Part
 from rose.proto import rose_pb2 as pb
@@ -117,6 +118,41 @@ class Replica:
             raise self._public(error) from None
         finally:
             self.outstanding_tokens -= part.tokens
+            self.outstanding_parts -= 1
+
+    async def generate(
+        self, request: pb.GenerateRequest, expected_tokens: int, *, deadline_s: float
+    ) -> AsyncGenerator[pb.GenerateChunk, None]:
+        """Chunks as they come; closing it cancels the request at the engine.
+
+        Args:
+            expected_tokens: that will be drawn, as far as anybody can tell; they count as outstanding, as the prompt
+                does until the first one is there.
+
+        Raises:
+            RoseError as AsyncClient.generate_message does; ConnectionLost where the connection broke meanwhile.
+        """
+        client = self._client
+        if client is None:
+            raise Unavailable(f"{self.name}: {self.reason}")
+        counted = count_tokens(request) + expected_tokens
+        self.outstanding_tokens += counted
+        self.outstanding_parts += 1
+        try:
+            async with contextlib.aclosing(client.generate_message(request, deadline_s=deadline_s)) as chunks:
+                async for chunk in chunks:
+                    expected_tokens = max(1, expected_tokens - len(chunk.tokens))
+                    self.outstanding_tokens += expected_tokens - counted
+                    counted = expected_tokens
+                    yield chunk
+        except Unavailable as error:
+            if not client.connected:
+                raise ConnectionLost(f"{self.name}: {self.reason}") from None
+            raise self._public(error) from None
+        except RoseError as error:
+            raise self._public(error) from None
+        finally:
+            self.outstanding_tokens -= counted
             self.outstanding_parts -= 1
 
     async def refresh_stats(self, timeout_s: float) -> None:

@@ -94,8 +94,11 @@ class ReplicaPool:
         """The ready replicas. Raises Unavailable, with every replica's reason, if there is none."""
         ready = self.ready
         if not ready:
-            raise Unavailable(f"no replica is ready: {self._reasons()}", retry_after_s=1.0)
+            raise self.none_ready()
         return ready
+
+    def none_ready(self) -> Unavailable:
+        return Unavailable(f"no replica is ready: {self._reasons()}", retry_after_s=1.0)
 
     async def embed(
         self,
@@ -155,9 +158,9 @@ class ReplicaPool:
         tried: list[Replica] = []
         failed: RoseError | None = None
         while True:
-            replica = self._choose(tried)
+            replica = self.choose(tried)
             if replica is None:
-                raise failed or Unavailable(f"no replica is ready: {self._reasons()}", retry_after_s=1.0)
+                raise failed or self.none_ready()
             left_s = job.left_s()
             if left_s <= 0:
                 raise failed or DeadlineExceeded("the deadline passed before the request could be sent to a replica")
@@ -189,8 +192,8 @@ class ReplicaPool:
             else:
                 return answer
 
-    def _choose(self, tried: Sequence[Replica]) -> Replica | None:
-        """Least outstanding tokens; among equals each in turn."""
+    def choose(self, tried: Sequence[Replica]) -> Replica | None:
+        """The ready one with the least outstanding tokens, but for those tried; among equals each in turn."""
         candidates = [replica for replica in self.replicas if replica.ready and replica not in tried]
         if len(candidates) < 2:
             return candidates[0] if candidates else None
@@ -267,6 +270,8 @@ def _identity(card: pb.ModelCard) -> dict[str, object]:
         "max_tokens": card.max_tokens,
         "pooling": card.pooling,
         "dtype": card.dtype,
+        "generates": card.generates,
+        "end_ids": sorted(card.end_ids),
         "outputs": [(output.name, output.dimension, output.unavailable) for output in card.outputs],
     }
 

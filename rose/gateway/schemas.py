@@ -188,10 +188,16 @@ class Model(Struct, kw_only=True):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "rose"
-    max_model_len: Annotated[int, Meta(description="Longest input in tokens, special tokens included.")]
+    task: Annotated[Literal["embed", "rerank", "generate"], Meta(description="Which routes it serves.")]
+    max_model_len: Annotated[
+        int,
+        Meta(description="Longest input in tokens, special tokens included; where it generates, with the answer."),
+    ]
     max_items: Annotated[int, Meta(description="Most inputs of one request.")]
     max_body_bytes: int
-    dimension: Annotated[int, Meta(description="Length of the vector when `dimensions` is not given.")]
+    dimension: Annotated[
+        int | None, Meta(description="Length of the vector when `dimensions` is not given; null where there is none.")
+    ]
     matryoshka_dimensions: Annotated[
         list[int], Meta(description="Lengths the model was trained to be cut to; empty: not stated.")
     ]
@@ -203,6 +209,9 @@ class Model(Struct, kw_only=True):
     dtype: str
     device: str
     backend: str
+    chat: Annotated[bool, Meta(description="Whether it has a chat template, for /v1/chat/completions.")] = False
+    end_token_ids: Annotated[list[int], Meta(description="Tokens that end an answer.")] = []
+    max_running: Annotated[int, Meta(description="Answers that one engine writes at a time.")] = 0
 
 
 class ModelList(Struct, kw_only=True):

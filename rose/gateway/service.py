@@ -109,6 +109,17 @@ class EmbedService:
             raise UnknownModel(f"the model {model!r} is not served here, this is {card.model!r}", param="model")
         return card
 
+    def embedding_card(self, model: str | None) -> pb.ModelCard:
+        """The same for a model that gives vectors or scores. Raises InvalidInput for one that continues texts."""
+        card = self.card_for(model)
+        if card.generates:
+            raise InvalidInput(
+                f"the model {card.model!r} continues texts and gives neither vectors nor scores: it serves "
+                "/v1/completions and /v1/chat/completions",
+                param="model",
+            )
+        return card
+
     async def embed(self, card: pb.ModelCard, job: EmbedJob) -> Embedded:
         """Raises RoseError: InvalidInput and PayloadTooLarge before anything is sent, else what the replicas say."""
         check_count(len(job.input.items), self.config.max_items)

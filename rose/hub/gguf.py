@@ -1,6 +1,6 @@
-"""The key-value part of a GGUF file, version 2 or 3: what a vocabulary file is made of. Tensors are not read.
+"""The key-value part of a GGUF file, version 2 or 3: what a vocabulary file is made of.
 
-Knows the format's types; knows no key.
+Its tensors are read by `gguf_tensors`. Knows the format's types; knows no key.
 """
 
 from __future__ import annotations
@@ -40,24 +40,39 @@ def read_metadata(data: bytes) -> dict[str, Value]:
     Raises:
         PullError: no GGUF file, another version, or one that ends early.
     """
+    return read_header(data)[1]
+
+
+def read_header(data: bytes) -> tuple[Reader, dict[str, Value], int]:
+    """(a reader that stands behind the key-value part, that part, how many tensors follow).
+
+    Raises:
+        PullError: as `read_metadata`.
+    """
     if data[:4] != b"GGUF":
         raise PullError(f"no GGUF file: it starts with {data[:4]!r}")
-    reader = _Reader(data)
+    reader = Reader(data)
     version = reader.number("<I")
     if version not in _VERSIONS:
         raise PullError(f"a GGUF file of version {version}, and only versions 2 and 3 are read")
-    reader.number("<Q")  # tensors
+    tensors = reader.number("<Q")
     try:
-        return {reader.text(): reader.value() for _ in range(reader.number("<Q"))}
+        return reader, {reader.text(): reader.value() for _ in range(reader.number("<Q"))}, tensors
     except (struct.error, ValueError, IndexError):
         raise PullError(f"the GGUF file ends early, after {len(data)} bytes") from None
 
 
-class _Reader:
+class Reader:
+    """What lies in a file, one thing after the other."""
+
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self._at = 4
+        self._at = 4  # behind the magic
         self._length = struct.Struct("<Q").unpack_from
+
+    @property
+    def at(self) -> int:
+        return self._at
 
     def number(self, layout: str) -> int:
         (value,) = struct.unpack_from(layout, self._data, self._at)

@@ -4,6 +4,7 @@
     gguf_unigram   a unigram vocabulary out of a GGUF file in a source archive, as a tokenizer.json
     e5s1           4-bit weights out of an E5S1 container, as a sentence-transformers folder in fp32
     xlmr_layout    a BERT folder's weights once more, in the layout of XLM-RoBERTa
+    gguf_llama     a Llama language model out of a GGUF file, as a Transformers folder in fp32
 
 Knows which file goes where; leaves each format to its own file.
 """
@@ -18,9 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rose.errors import PullError
+from rose.hub import byte_bpe
 from rose.hub.catalog import PackagedModel, Recipe
 from rose.hub.e5s1 import E5S1File
 from rose.hub.gguf import read_metadata
+from rose.hub.gguf_tensors import GgufFile
+from rose.hub.llama_folder import (
+    llama_config,
+    llama_tensors,
+    smollm_vocabulary,
+    tokenizer_facts,
+    write_llama_files,
+)
 from rose.hub.progress import Progress
 from rose.hub.safetensors_file import read_tensors, write_tensors
 from rose.hub.sentence_folder import e5_config, e5_tensors, write_e5_files, xlmr_config, xlmr_tensors
@@ -87,11 +97,23 @@ def xlmr_layout(given: Ingredients) -> None:
     write_e5_files(given.target, xlmr_config(source))
 
 
+def gguf_llama(given: Ingredients) -> None:
+    with zipfile.ZipFile(given.fetch()) as archive:
+        file = GgufFile(archive.read(given.model.folder))
+    config = llama_config(file)
+    byte_bpe.write_tokenizer_files(given.target, smollm_vocabulary(file), **tokenizer_facts(file))
+    tensors = llama_tensors(file, config)
+    with given.progress.stage("decoding", sum(tensor.nbytes for tensor in tensors.values())) as advance:
+        write_tensors(given.target / "model.safetensors", tensors, advance)
+    write_llama_files(given.target, file, config)
+
+
 RECIPES: Mapping[Recipe, Callable[[Ingredients], None]] = {
     "unpack": unpack,
     "gguf_unigram": gguf_unigram,
     "e5s1": e5s1,
     "xlmr_layout": xlmr_layout,
+    "gguf_llama": gguf_llama,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from rose.kernels.activation import gated_activation
 from rose.kernels.linear import linear, linear_gated, linear_partial
 from rose.kernels.onednn_linear import pack_weight
 from rose.layers.parameter import parameter
@@ -34,15 +35,18 @@ class Linear(nn.Module):
 
 
 class GatedLinear(nn.Module):
-    """activation(x @ gate.T) * (x @ up.T). weight: [2 N, K], the N gate rows first."""
+    """activation(x @ gate.T + b) * (x @ up.T + c). weight: [2 N, K], the N gate rows first; bias: [2 N] or None."""
 
-    def __init__(self, in_features: int, out_features: int, activation: str) -> None:
+    def __init__(self, in_features: int, out_features: int, activation: str, *, bias: bool = False) -> None:
         super().__init__()
         self.activation = activation
         self.weight = parameter(2 * out_features, in_features)
+        self.bias = parameter(2 * out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, K] -> [T, N]."""
+        if self.bias is not None:  # too rare for an epilogue of its own
+            return gated_activation(linear(x, self.weight, self.bias), self.activation)
         return linear_gated(x, self.weight, self.activation)
 
 

@@ -8,11 +8,11 @@ from rose.layers.linear import GatedLinear, Linear
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, hidden_size: int, intermediate_size: int, activation: str) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: str, *, bias: bool = False) -> None:
         super().__init__()
-        self.gate_up_proj = GatedLinear(hidden_size, intermediate_size, activation)
-        self.down_proj = Linear(intermediate_size, hidden_size)
+        self.gate_up_proj = GatedLinear(hidden_size, intermediate_size, activation, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, D] -> pieces [P, T, D]."""
-        return self.down_proj.partial(self.gate_up_proj(x))
+        return self.down_proj.pieces(self.gate_up_proj(x))

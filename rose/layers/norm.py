@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from rose.kernels.add_norm import add_layer_norm, add_rms_norm, rms_norm
@@ -48,3 +49,29 @@ class RMSNorm(nn.Module):
     def add(self, pieces: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
         """pieces: [P, T, D], stream: [T, D] -> (normalised new stream, new stream), both [T, D]."""
         return add_rms_norm(pieces, stream, self.weight, self.eps)
+
+
+class ZeroCentredRMSNorm(nn.Module):
+    """RMSNorm by 1 + weight. weight: [D], as the checkpoint has it: what the gain is above one.
+
+    The gain is kept in fp32, where the reference implementations add; in bf16 it would be rounded to 1/128.
+    """
+
+    gain: Tensor
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = parameter(size)
+        self.register_buffer("gain", torch.empty(size), persistent=False)
+
+    def build(self, device: torch.device) -> None:
+        self.gain = (1.0 + self.weight.float()).to(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, D] -> [T, D]."""
+        return rms_norm(x, self.gain, self.eps)
+
+    def add(self, pieces: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """pieces: [P, T, D], stream: [T, D] -> (normalised new stream, new stream), both [T, D]."""
+        return add_rms_norm(pieces, stream, self.gain, self.eps)

@@ -129,6 +129,7 @@ def attention_spec(folder: ModelFolder, device: torch.device, dtype: torch.dtype
         device=device,
         causal=architecture.causal,
         scale=architecture.head_dim**-0.5,
+        window=architecture.window,
         max_length=folder.max_tokens,
     )
 

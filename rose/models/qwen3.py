@@ -63,7 +63,7 @@ class Qwen3(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Qwen3Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.rotary = Rotary(config.max_positions, config.head_dim, config.rope_theta)
+        self.rotary = Rotary(config.max_positions, config.head_dim, config.rope_theta, config.rope_scaling)
 
     def forward(self, batch: Batch) -> Tensor:
         """-> hidden rows [T, D]."""

@@ -25,6 +25,7 @@ class Entry:
         architectures: class names of config.json whose backbone this is, whatever head sits on it.
         classifiers: class names with a head that scores a sequence.
         classifier: that head: a name of rose.convert.families.HEADS.
+        generates: class names with a language model's head, which can continue a text.
         attention: what it sees where config.json states nothing: "bidirectional" or "causal".
         dtypes: what the backbone may run in.
         refused: why not in the others.
@@ -37,6 +38,7 @@ class Entry:
     architectures: tuple[str, ...]
     classifiers: tuple[str, ...] = ()
     classifier: str = ""
+    generates: tuple[str, ...] = ()
     attention: str
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     refused: str = ""
@@ -44,6 +46,7 @@ class Entry:
 
 
 _LIBRARIES = ("transformers", "sentence-transformers")
+_OUTGROWS = "activations of this family outgrow it (65504 is its largest number), and rows become NaN"
 
 
 def _roberta(name: str, *oracles: str) -> Entry:
@@ -69,10 +72,41 @@ def _qwen3(
         architectures=architectures,
         classifiers=("Qwen3ForSequenceClassification",) if classifiers else (),
         classifier="last" if classifiers else "",
+        generates=tuple(name for name in architectures if name.endswith("ForCausalLM")),
         attention=attention,
         dtypes=("float32", "bfloat16"),
-        refused="activations of this family outgrow it (65504 is its largest number), and rows become NaN",
+        refused=_OUTGROWS,
         oracles=oracles,
+    )
+
+
+def _llama(name: str, refused: str = "") -> Entry:
+    return Entry(
+        module="rose.models.llama",
+        class_name="Llama",
+        rules="llama",
+        architectures=(f"{name}Model", f"{name}ForCausalLM"),
+        classifiers=(f"{name}ForSequenceClassification",),
+        classifier="last",
+        generates=(f"{name}ForCausalLM",),
+        attention="causal",
+        dtypes=("float32", "bfloat16") if refused else ("float32", "bfloat16", "float16"),
+        refused=refused,
+        oracles=_LIBRARIES,
+    )
+
+
+def _qwen3_5(*architectures: str) -> Entry:
+    return Entry(
+        module="rose.models.qwen3_5",
+        class_name="Qwen35",
+        rules="qwen3_5",
+        architectures=architectures,
+        generates=tuple(name for name in architectures if not name.endswith("Model")),
+        attention="causal",
+        dtypes=("float32", "bfloat16"),
+        refused=_OUTGROWS,
+        oracles=("transformers",),
     )
 
 
@@ -97,6 +131,11 @@ BACKBONES: dict[str, Entry] = {
         "bidirectional",
         ("transformers' Qwen3Model under an all-to-all mask", "the published head maths"),
     ),
+    "llama": _llama("Llama"),
+    "mistral": _llama("Mistral"),
+    "qwen2": _llama("Qwen2", _OUTGROWS),
+    "qwen3_5": _qwen3_5("Qwen3_5Model", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
+    "qwen3_5_text": _qwen3_5("Qwen3_5TextModel", "Qwen3_5ForCausalLM"),
 }
 
 

@@ -87,6 +87,25 @@ def tokens_from_proto(tokens: pb.Tokens) -> list[IntArray]:
     return [ids[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]
 
 
+def sequence_from_proto(tokens: pb.Tokens, param: str) -> IntArray:
+    """The only sequence of a field that takes exactly one, as a read-only view of the message's bytes.
+
+    Raises:
+        InvalidInput: none, several, an empty one, or bytes that do not fill it.
+    """
+    lengths = tokens.lengths
+    if len(lengths) != 1:
+        raise InvalidInput(f"the {param} is exactly one sequence of token ids, got {len(lengths)}", param=param)
+    if not lengths[0]:
+        raise InvalidInput(f"the {param} has no tokens", param=param)
+    if len(tokens.ids) != 4 * lengths[0]:
+        raise InvalidInput(
+            f"the {param} has {lengths[0]} ids by its length, the message holds {len(tokens.ids)} bytes, not 4 an id",
+            param=param,
+        )
+    return np.frombuffer(tokens.ids, _INT32)
+
+
 def check_token_ids(sequences: list[IntArray], vocab_size: int) -> None:
     """Raises InvalidInput naming the first id outside 0 .. vocab_size - 1, its item and its position."""
     flat = sequences[0] if len(sequences) == 1 else np.concatenate(sequences)

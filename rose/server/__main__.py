@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from rose.config import EngineConfig, ServerConfig
 from rose.errors import RoseError
-from rose.server.run import CPU_TOKENS, DTYPES, Serving, serve, write_ready
+from rose.server.device import DTYPES
+from rose.server.run import CPU_TOKENS, Serving, serve, write_ready
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -58,7 +59,11 @@ def build_parser() -> argparse.ArgumentParser:
     attention.add_argument(
         "--bidirectional", "--no-causal", dest="causal", action="store_false", help="each token sees all others"
     )
-    model.add_argument("--task", choices=("embed", "rerank"), help="for a folder that could be served as either")
+    model.add_argument(
+        "--task",
+        choices=("auto", "embed", "rerank", "generate"),
+        help="what the folder is served for; default auto: what it says itself",
+    )
     model.add_argument(
         "--rerank-template", dest="template", choices=("qwen3", "none"), help="for a reranker that states no template"
     )
@@ -69,6 +74,10 @@ def build_parser() -> argparse.ArgumentParser:
         default = "the model's own" if field.name == "max_tokens" else field.default
         if field.name in CPU_TOKENS:
             default = f"{default}, on a CPU {CPU_TOKENS[field.name]}"
+        if isinstance(field.default, bool):
+            option = "--no-" + _option(field.name).removeprefix("--")
+            budgets.add_argument(option, dest=field.name, action="store_false", help="default: on")
+            continue
         budgets.add_argument(_option(field.name), type=int, help=f"default {default}")
     limits = parser.add_argument_group("limits")
     for field in fields(ServerConfig):

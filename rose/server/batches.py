@@ -18,9 +18,9 @@ from rose.errors import InternalError, NonFinite, RoseError, Unavailable
 from rose.models.base import OutputSpec
 from rose.proto.convert import AnyArray
 from rose.server.answers import faulty_rows
+from rose.server.embedding import EmbedService
 from rose.server.ports import EnginePort
 from rose.server.requests import OpenRequest
-from rose.server.service import Service
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Batches:
     def __init__(
         self,
         engine: EnginePort,
-        service: Service,
+        service: EmbedService,
         specs: Mapping[str, OutputSpec],
         *,
         clock: Callable[[], float],
@@ -71,6 +71,11 @@ class Batches:
 
     def __len__(self) -> int:
         return len(self._flights)
+
+    @property
+    def pending(self) -> bool:
+        """Whether `launch` may have something to do."""
+        return self._engine.queued_requests > 0
 
     @property
     def running_for(self) -> float:

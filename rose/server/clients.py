@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import select
 from collections.abc import Callable
+from typing import Any
 
 from rose.config import ServerConfig
 from rose.errors import InternalError, InvalidInput, Overloaded, PayloadTooLarge, RoseError
@@ -41,7 +42,7 @@ class Clients:
         self,
         poller: select.epoll,
         listener: Listener,
-        service: Service,
+        service: Service[Any],
         config: ServerConfig,
         *,
         clock: Callable[[], float],

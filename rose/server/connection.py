@@ -10,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rose.errors import RoseError
 from rose.proto.convert import error_to_proto
-from rose.proto.frames import Frame, FrameDecoder, FrameType, encode_header
+from rose.proto.frames import Frame, FrameDecoder, FrameType, encode_frame, encode_header
 
 if TYPE_CHECKING:
-    from rose.server.requests import OpenRequest
+    from rose.server.ledger import Entry
 
 # A vector of 1024 floats and its header: one buffer, one call. Longer payloads are not copied behind their header.
 JOIN_BYTES = 16 << 10
@@ -72,7 +72,7 @@ class Connection:
     ) -> None:
         self.socket = connected
         self.fd = connected.fileno()
-        self.open: dict[int, OpenRequest] = {}
+        self.open: dict[int, Entry] = {}
         self.owed = 0
         self.dead = False
         self.mask = 0
@@ -168,6 +168,16 @@ class Connection:
         else:
             self._push(header)
             self._push(payload)
+        self.flush(now)
+
+    def send_many(self, kind: FrameType, answers: Iterable[tuple[int, bytes]], now: float) -> None:
+        """Queue a frame each for (request id, payload), all small, and write them at once."""
+        if self.dead or self._failed:
+            return
+        self.touched.add(self)
+        if not self._out:
+            self.progress = now
+        self._push(b"".join(encode_frame(kind, request_id, payload) for request_id, payload in answers))
         self.flush(now)
 
     def fail(self, error: RoseError, now: float) -> None:

@@ -1,12 +1,14 @@
-"""What the server asks of the engine, so that it can be tested with a small fake.
+"""What the server asks of an engine, so that it can be tested with a small fake.
 
-rose.engine.Engine is the real one. Knows requests and step results; knows neither models nor devices.
+rose.engine.Engine and rose.engine.generation.engine.GenerationEngine are the real ones. Knows requests and step
+results; knows neither models nor devices.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from rose.engine.generation.request import GenerateRequest, GenerationStep
 from rose.engine.request import Request, StepResult
 
 
@@ -44,6 +46,65 @@ class EnginePort(Protocol):
 
     def step(self) -> list[StepResult]:
         """Launch at most one batch of what can be launched now."""
+        ...
+
+    def wake_at(self) -> float | None:
+        """time.monotonic() from which on `step` has something to do although nothing new happened, or None."""
+        ...
+
+
+class GenerationPort(Protocol):
+    """A generating engine's surface: never waits for the device, and is used from one thread only."""
+
+    @property
+    def executor(self) -> ExecutorPort: ...
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of prompts that have not started."""
+        ...
+
+    @property
+    def queued_requests(self) -> int:
+        """Requests that have not started."""
+        ...
+
+    @property
+    def in_flight(self) -> int:
+        """Batches launched whose tokens `step` has not brought yet."""
+        ...
+
+    @property
+    def in_flight_seconds(self) -> float:
+        """Age of the oldest of them; 0 if there is none."""
+        ...
+
+    @property
+    def expected_end(self) -> float | None:
+        """time.monotonic() at which it should finish, or None if nobody knows."""
+        ...
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, nothing runs, and nothing is in flight."""
+        ...
+
+    def add(self, request: GenerateRequest) -> None: ...
+
+    def abort(self, request_id: int) -> bool:
+        """Forget a request and free its pages; tokens of it that are on their way are never reported. Unknown ids are
+        ignored.
+        """
+        ...
+
+    def ready(self) -> bool:
+        """Whether the oldest batch in flight has finished, so that `step` has tokens to bring. Asked in a tight loop
+        where the executor has no descriptor.
+        """
+        ...
+
+    def step(self) -> GenerationStep:
+        """Bring the tokens that have arrived, and launch at most one batch of what can be launched now."""
         ...
 
     def wake_at(self) -> float | None:

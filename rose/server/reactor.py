@@ -17,13 +17,14 @@ from collections.abc import Callable, Mapping
 from rose.config import ServerConfig
 from rose.errors import Unavailable
 from rose.proto import rose_pb2 as pb
-from rose.server.batches import Batches, DeviceLostError
+from rose.server.batches import DeviceLostError
 from rose.server.clients import PATIENCE_S, Clients
 from rose.server.listener import Listener
-from rose.server.ports import EnginePort
-from rose.server.service import Service
+from rose.server.ports import EnginePort, GenerationPort
 from rose.server.validate import Limits
+from rose.server.validate_generate import GenerateLimits
 from rose.server.waiting import Events, Waiter
+from rose.server.work import work_of
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +38,8 @@ class Reactor:
     """Serves one engine at one address until told to stop.
 
     Args:
-        limits, card: what is served.
+        engine, limits: of one kind: EnginePort and Limits, or GenerationPort and GenerateLimits.
+        card: what is served.
         listener: bound; the reactor makes it listen, and closes it.
         device_alive: see Batches.
         engine_counters: the engine's own counters, for STATS.
@@ -46,8 +48,8 @@ class Reactor:
 
     def __init__(
         self,
-        engine: EnginePort,
-        limits: Limits,
+        engine: EnginePort | GenerationPort,
+        limits: Limits | GenerateLimits,
         card: pb.ModelCard,
         listener: Listener,
         config: ServerConfig,
@@ -63,16 +65,9 @@ class Reactor:
         self._engine_counters = engine_counters
         self._waiter = Waiter()
         poller = self._waiter.poller
-        self._service = Service(
-            engine,
-            limits,
-            card,
-            config,
-            clock=clock,
-            fill_stats=self._fill_stats,
-            running_for=lambda: self._batches.running_for,
+        self._service, self._batches = work_of(
+            engine, limits, card, config, clock=clock, fill_stats=self._fill_stats, device_alive=device_alive
         )
-        self._batches = Batches(engine, self._service, limits.outputs, clock=clock, device_alive=device_alive)
         self._clients = Clients(poller, listener, self._service, config, clock=clock, patience_s=patience_s)
         self._fruitless = 0
         self._stops = 0
@@ -128,7 +123,7 @@ class Reactor:
         # Before anything is launched: clients that left cancel what they asked for.
         self._clients.look_after_all()
         self._service.expire(self._clock())
-        if self._engine.queued_requests:
+        if self._batches.pending:
             self._fruitless = 0 if self._batches.launch() else self._fruitless + 1
         self._batches.collect()
         self._clients.look_after_all()

@@ -1,11 +1,10 @@
-"""Open requests: who waits for what, until when, and under which ids the engine knows it.
+"""Open embed requests: who waits for what, and under which ids the engine knows it.
 
-Knows the engine's surface and deadlines; knows neither frames nor results.
+Knows the engine's surface; knows neither frames nor results.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 from rose.engine.request import Request
 from rose.proto.convert import IntArray
 from rose.server.answers import Answer
+from rose.server.ledger import Ledger
 from rose.server.ports import EnginePort
 from rose.server.validate import Work
 
@@ -59,7 +59,7 @@ class Part:
     left: int
 
 
-class OpenRequests:
+class OpenRequests(Ledger[OpenRequest]):
     """All of them, whoever sent them.
 
     Attributes:
@@ -67,27 +67,16 @@ class OpenRequests:
     """
 
     def __init__(self, engine: EnginePort) -> None:
+        super().__init__()
         self.parts: dict[int, Part] = {}
         self._engine = engine
-        self._by_serial: dict[int, OpenRequest] = {}
-        self._deadlines: list[tuple[float, int]] = []
         self._last_id = 0
-
-    def __len__(self) -> int:
-        return len(self._by_serial)
-
-    def all(self) -> list[OpenRequest]:
-        return list(self._by_serial.values())
 
     def open(self, request: OpenRequest) -> None:
         """Hand a request to the engine; raises what the engine refuses it with, and then nothing is open."""
         self.submit(request, range(len(request.work.sequences)), alone=False)
-        request.serial = self._last_id
-        self._by_serial[request.serial] = request
-        request.peer.open[request.wire_id] = request
+        self._enter(request, self._last_id)
         request.peer.owed += request.work.answer_bytes
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.serial))
 
     def submit(self, request: OpenRequest, indices: Sequence[int], *, alone: bool) -> None:
         """Queue items of a request at the engine, under an id of their own: all of them, or `alone` those listed."""
@@ -117,34 +106,13 @@ class OpenRequests:
             del self.parts[engine_id]
             part.owner.parts.discard(engine_id)
 
-    def close(self, request: OpenRequest) -> None:
-        """Forget a request; whatever the engine still owes of it is cancelled."""
-        for engine_id in request.parts:
+    def close(self, entry: OpenRequest) -> None:
+        for engine_id in entry.parts:
             del self.parts[engine_id]
             self._engine.abort(engine_id)
-        request.parts.clear()
-        if self._by_serial.pop(request.serial, None) is not None:
-            del request.peer.open[request.wire_id]
-            request.peer.owed -= request.work.answer_bytes
-            if not self._by_serial:
-                self._deadlines.clear()
-
-    @property
-    def next_deadline(self) -> float | None:
-        return self._deadlines[0][0] if self._deadlines else None
-
-    def expired(self, now: float) -> list[OpenRequest]:
-        """Open requests whose deadline has passed; each is told of once."""
-        late: list[OpenRequest] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            request = self._by_serial.get(heapq.heappop(self._deadlines)[1])
-            if request is not None:
-                late.append(request)
-        # Answered requests leave their entry behind: with deadlines of minutes these would add up.
-        if len(self._deadlines) > 1024 + 2 * len(self._by_serial):
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._by_serial]
-            heapq.heapify(self._deadlines)
-        return late
+        entry.parts.clear()
+        if self._leave(entry):
+            entry.peer.owed -= entry.work.answer_bytes
 
 
 def _chosen(arrays: list[IntArray], indices: Sequence[int] | None) -> list[IntArray]:

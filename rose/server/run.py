@@ -12,9 +12,10 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
@@ -27,25 +28,20 @@ from rose.models.base import ServedModel
 from rose.proto import rose_pb2 as pb
 from rose.proto.address import parse_address
 from rose.server.card import check_config, model_card, request_limits, table
+from rose.server.device import GRAPH_BYTES, describe_device, device_alive, pick_device, pick_dtype
 from rose.server.listener import Listener
 from rose.server.reactor import Reactor
 from rose.server.selfcheck import self_check
+from rose.server.start_generation import check_asked, start_generation
 from rose.server.waiting import sharpen_sleep
 
 _log = logging.getLogger(__name__)
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 # Single queries up to this long are captured before serving, in the steps their graphs come in.
 WARM_TOKENS, WARM_STEP = 1024, 64
-# Device memory captured graphs may take where nothing else is asked for.
-GRAPH_BYTES = 4 << 30
 # Budgets of a CPU where nothing else is asked for: batches of 2048 tokens, whose activations stay in its caches, were
 # measured faster than those of 16384, and a query that arrives waits for the end of one.
-CPU_TOKENS = {"online_tokens": 512, "bulk_tokens": 2048}
+CPU_TOKENS: Mapping[str, Any] = {"online_tokens": 512, "bulk_tokens": 2048}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +53,7 @@ class Serving:
         device: "auto" (CUDA where there is one), or torch's name of a device.
         dtype: "auto" (bfloat16 on CUDA, else float32), or a key of DTYPES.
         backend: name of an attention backend, or "auto".
-        pooling, causal, task, template: settle what the folder leaves open; see read_model_folder.
+        pooling, causal, task, template: settle what the folder leaves open; see read_model_folder. "auto" is None.
         num_threads: threads of torch's operators on the CPU, or None for torch's own choice.
         warm_up: capture the graphs of single queries before serving, where the device has graphs.
     """
@@ -68,7 +64,7 @@ class Serving:
     backend: str = "auto"
     pooling: str | None = None
     causal: bool | None = None
-    task: Task | None = None
+    task: Task | Literal["auto"] | None = None
     template: str | None = None
     num_threads: int | None = None
     warm_up: bool = True
@@ -100,42 +96,59 @@ def serve(
     """
     serving, config = serving or Serving(), config or ServerConfig()
     with contextlib.closing(Listener(parse_address(config.address))) as listener:
+        task = None if serving.task == "auto" else serving.task
         folder = read_model_folder(
-            model_folder, pooling=serving.pooling, causal=serving.causal, task=serving.task, template=serving.template
+            model_folder, pooling=serving.pooling, causal=serving.causal, task=task, template=serving.template
         )
         device = pick_device(serving.device)
         dtype = pick_dtype(serving.dtype, device)
-        limits = fit_budgets(budgets or {}, folder, device)
-        check_config(config, limits.max_tokens)
-        model = load_model(folder, device, dtype)
-        engine = build_engine(
-            model,
-            limits,
-            device,
-            dtype,
-            backend=serving.backend,
-            num_threads=serving.num_threads,
-            type_vocab_size=folder.architecture.type_vocab_size,
-        )
-        with contextlib.closing(engine):
-            warm_up(engine, limits, device, serving)
-            self_check(engine, model)
-            card = model_card(
-                folder,
-                model,
-                limits,
-                config,
-                served_name=serving.served_name or folder.path.resolve().name,
-                dtype=str(dtype).removeprefix("torch."),
-                device=describe_device(device),
-                backend=", ".join(engine.backend_names),
-            )
+        check_asked(budgets or {}, generates=folder.generation is not None)
+        start = start_embedding if folder.generation is None else start_generation
+        with start(folder, serving, budgets or {}, config, listener, device, dtype) as (engine, reactor):
             address = str(listener.address)
-            _log.info("serving\n%s", table(card, folder, limits, address))
-            type_vocab_size = folder.architecture.type_vocab_size
-            reactor = build_reactor(engine, model, card, listener, limits, config, device, type_vocab_size)
             with engine.executor.owner():
                 return _run(reactor, device, lambda: on_ready(address) if on_ready is not None else None)
+
+
+@contextlib.contextmanager
+def start_embedding(
+    folder: ModelFolder,
+    serving: Serving,
+    budgets: Mapping[str, int],
+    config: ServerConfig,
+    listener: Listener,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Iterator[tuple[Engine, Reactor]]:
+    """An embedder or reranker, loaded, checked and told of, and its reactor; the engine is closed in the end."""
+    limits = fit_budgets(budgets, folder, device)
+    check_config(config, limits.max_tokens)
+    model = load_model(folder, device, dtype)
+    type_vocab_size = folder.architecture.type_vocab_size
+    engine = build_engine(
+        model,
+        limits,
+        device,
+        dtype,
+        backend=serving.backend,
+        num_threads=serving.num_threads,
+        type_vocab_size=type_vocab_size,
+    )
+    with contextlib.closing(engine):
+        warm_up(engine, limits, device, serving)
+        self_check(engine, model)
+        card = model_card(
+            folder,
+            model,
+            limits,
+            config,
+            served_name=serving.served_name or folder.path.resolve().name,
+            dtype=str(dtype).removeprefix("torch."),
+            device=describe_device(device),
+            backend=", ".join(engine.backend_names),
+        )
+        _log.info("serving\n%s", table(card, folder, limits, str(listener.address)))
+        yield engine, build_reactor(engine, model, card, listener, limits, config, device, type_vocab_size)
 
 
 def build_reactor(
@@ -156,7 +169,11 @@ def build_reactor(
         listener,
         config,
         device_alive=lambda: device_alive(device),
-        engine_counters=lambda: {**asdict(engine.metrics), **_prefixed("graph_", asdict(engine.graphs.metrics))},
+        engine_counters=lambda: {
+            **asdict(engine.metrics),
+            **_prefixed("graph_", asdict(engine.graphs.metrics)),
+            "device_us": round(engine.device_seconds * 1e6),
+        },
     )
 
 
@@ -180,7 +197,7 @@ def fit_budgets(asked: Mapping[str, int], folder: ModelFolder, device: torch.dev
     on_cpu = device.type == "cpu"
     default = replace(EngineConfig(), **CPU_TOKENS) if on_cpu else EngineConfig()
     online = asked.get("online_tokens", min(default.online_tokens, asked.get("bulk_tokens", default.online_tokens)))
-    budgets = {
+    budgets: dict[str, Any] = {
         "max_tokens": longest,
         "online_tokens": online,
         "bulk_tokens": max(default.bulk_tokens, online, 0 if on_cpu else longest),
@@ -188,43 +205,6 @@ def fit_budgets(asked: Mapping[str, int], folder: ModelFolder, device: torch.dev
         **asked,
     }
     return EngineConfig(**budgets)
-
-
-def pick_device(name: str) -> torch.device:
-    """Raises StartupError for a device that is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise StartupError(f"device {name!r}: {error}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise StartupError(f"device {name!r}: torch sees no CUDA device")
-    return device
-
-
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Raises StartupError for a name that is none."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if name not in DTYPES:
-        raise StartupError(f"dtype {name!r}: expected auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def describe_device(device: torch.device) -> str:
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
-
-
-def device_alive(device: torch.device) -> bool:
-    """Whether the device still answers. After an illegal access CUDA never does again in this process."""
-    if device.type != "cuda":
-        return True
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return False
-    return True
 
 
 def warm_up(engine: Engine, limits: EngineConfig, device: torch.device, serving: Serving) -> None:

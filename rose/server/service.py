@@ -1,33 +1,51 @@
-"""Frames to requests, answers to frames: every request is answered exactly once.
+"""Frames to requests, errors to frames: every request is answered exactly once.
 
-Knows messages, limits and the engine's surface; knows neither sockets nor how anybody waits.
+What is common to every kind of request; EmbedService and GenerateService say what is opened and how it is answered.
+Knows messages and clients; knows neither sockets nor how anybody waits.
 """
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-
-from google.protobuf.message import DecodeError
+from typing import ClassVar, Generic, Protocol
 
 from rose.config import ServerConfig
-from rose.errors import Cancelled, DeadlineExceeded, InternalError, InvalidInput, Overloaded, RoseError, Unavailable
+from rose.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidInput,
+    Overloaded,
+    RoseError,
+    Unavailable,
+    Unsupported,
+)
 from rose.proto import rose_pb2 as pb
 from rose.proto.convert import error_to_proto
 from rose.proto.frames import Frame, FrameType
-from rose.server.answers import Answer
 from rose.server.connection import Connection
+from rose.server.ledger import E, Ledger
 from rose.server.pacing import TokenRate
-from rose.server.ports import EnginePort
-from rose.server.requests import OpenRequest, OpenRequests
 from rose.server.stats import Stats
-from rose.server.validate import Limits, validate
 
 _log = logging.getLogger(__name__)
-_REQUESTS = (FrameType.EMBED, FrameType.INFO, FrameType.STATS)
+_WORK = (FrameType.EMBED, FrameType.GENERATE)
+_REQUESTS = (*_WORK, FrameType.INFO, FrameType.STATS)
 
 
-class Service:
+class QueuePort(Protocol):
+    """What of an engine says how much waits."""
+
+    @property
+    def queued_tokens(self) -> int: ...
+
+    @property
+    def queued_requests(self) -> int: ...
+
+
+class Service(ABC, Generic[E]):
     """The requests of all clients.
 
     Args:
@@ -37,13 +55,19 @@ class Service:
         running_for: seconds the oldest batch in flight has been running, 0 if there is none.
 
     Attributes:
+        requests: the open ones.
+        takes: the frame type that asks for work here.
+        otherwise: why the other ones are refused.
         draining: new requests are refused; set when the process is to end.
     """
 
+    takes: ClassVar[FrameType]
+    otherwise: ClassVar[str]
+
     def __init__(
         self,
-        engine: EnginePort,
-        limits: Limits,
+        engine: QueuePort,
+        requests: Ledger[E],
         card: pb.ModelCard,
         config: ServerConfig,
         *,
@@ -51,12 +75,11 @@ class Service:
         fill_stats: Callable[[pb.ServerStats], None] = lambda stats: None,
         running_for: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self.requests = OpenRequests(engine)
         self.stats = Stats()
         self.rate = TokenRate()
         self.draining = False
-        self._engine = engine
-        self._limits = limits
+        self.requests = requests
+        self._queue = engine
         self._card = card.SerializeToString()
         self._config = config
         self._clock = clock
@@ -80,12 +103,18 @@ class Service:
         if frame.request_id in peer.open:
             raise InvalidInput(f"request id {frame.request_id} is open already")
         try:
-            if frame.type is FrameType.EMBED:
-                self._embed(peer, frame)
+            if frame.type is self.takes:
+                self._check_available()
+                now = self._clock()
+                deadline = now + frame.deadline_ms / 1000 if frame.deadline_ms else None
+                self._open(peer, frame, now, deadline)
+                self.stats.requests += 1
             elif frame.type is FrameType.INFO:
                 self._info(peer, frame)
-            else:
+            elif frame.type is FrameType.STATS:
                 self._tell_stats(peer, frame)
+            else:
+                raise Unsupported(self.otherwise)
         except RoseError as error:
             self._refuse(peer, frame, error)
         except Exception as error:  # noqa: BLE001  one request's fault is no other's
@@ -94,7 +123,7 @@ class Service:
 
     def forget(self, peer: Connection) -> None:
         """A client has gone: cancel whatever it still waits for."""
-        for request in list(peer.open.values()):
+        for request in self.requests.of(peer):
             self.stats.errors[Cancelled.kind] += 1
             self.requests.close(request)
 
@@ -105,24 +134,7 @@ class Service:
             where = "in the queue" if request.launched is None else "in part"
             self.fail(request, DeadlineExceeded(f"the deadline passed after {waited} ms, {where}"))
 
-    def answer(self, request: OpenRequest, now: float) -> None:
-        """Send a complete answer, or the error that keeps it from being sent."""
-        launched = request.arrived if request.launched is None else request.launched
-        message = pb.EmbedResponse(prompt_tokens=request.work.tokens)
-        timing = message.timing
-        timing.queue_us = _microseconds(launched - request.arrived)
-        timing.compute_us = _microseconds(now - launched)
-        timing.batches = request.batches
-        try:
-            request.answer.fill(message)
-        except RoseError as error:
-            self.fail(request, error)
-            return
-        self.stats.answered += 1
-        self.requests.close(request)
-        request.peer.send(FrameType.EMBED_RESULT, request.wire_id, message.SerializeToString(), now)
-
-    def fail(self, request: OpenRequest, error: RoseError) -> None:
+    def fail(self, request: E, error: RoseError) -> None:
         """Answer an open request with an error; what the engine still owes of it is cancelled."""
         self.stats.errors[error.kind] += 1
         self.requests.close(request)
@@ -132,18 +144,9 @@ class Service:
         for request in self.requests.all():
             self.fail(request, error)
 
-    def _embed(self, peer: Connection, frame: Frame) -> None:
-        self._check_available()
-        try:
-            message = pb.EmbedRequest.FromString(frame.payload)
-        except DecodeError:
-            raise InvalidInput("the payload is no EmbedRequest") from None
-        work = validate(message, self._limits)
-        self._check_room(work.tokens)
-        now = self._clock()
-        deadline = now + frame.deadline_ms / 1000 if frame.deadline_ms else None
-        self.requests.open(OpenRequest(peer, frame.request_id, now, deadline, work, Answer(work)))
-        self.stats.requests += 1
+    @abstractmethod
+    def _open(self, peer: Connection, frame: Frame, now: float, deadline: float | None) -> None:
+        """Validate the request of a frame and hand it to the engine; raises what it is refused with."""
 
     def _check_available(self) -> None:
         """Raises Unavailable while draining and while the device is stuck; a card asked for then is refused as well, so
@@ -157,20 +160,24 @@ class Service:
 
     def _check_room(self, tokens: int) -> None:
         """Raises Overloaded, with the time the queue needs at the rate it was seen to move."""
-        queued, limit = self._engine.queued_tokens, self._config.max_queued_tokens
+        queued, limit = self._queue.queued_tokens, self._config.max_queued_tokens
         if queued + tokens > limit:
             raise Overloaded(
                 f"{queued} tokens wait, {tokens} more are over the limit of {limit}",
-                retry_after_s=self.rate.seconds_for(queued + tokens - limit),
+                retry_after_s=self._seconds_for(queued + tokens - limit),
             )
-        waiting, limit = self._engine.queued_requests, self._config.max_queued_requests
+        waiting, limit = self._queue.queued_requests, self._config.max_queued_requests
         if waiting >= limit:
             raise Overloaded(
-                f"{waiting} requests wait, which is the limit", retry_after_s=self.rate.seconds_for(queued // waiting)
+                f"{waiting} requests wait, which is the limit", retry_after_s=self._seconds_for(queued // waiting)
             )
 
+    def _seconds_for(self, queued_tokens: int) -> float:
+        """How long so many tokens of the queue take to leave it."""
+        return self.rate.seconds_for(queued_tokens)
+
     def _cancel(self, peer: Connection, wire_id: int) -> None:
-        request = peer.open.get(wire_id)
+        request = self.requests.find(peer, wire_id)
         if request is not None:  # else its answer is on the way already
             self.fail(request, Cancelled("cancelled by the client"))
 
@@ -181,8 +188,8 @@ class Service:
     def _tell_stats(self, peer: Connection, frame: Frame) -> None:
         stats, now = self.stats, self._clock()
         message = pb.ServerStats(
-            queued_tokens=self._engine.queued_tokens,
-            queued_requests=self._engine.queued_requests,
+            queued_tokens=self._queue.queued_tokens,
+            queued_requests=self._queue.queued_requests,
             open_requests=len(self.requests),
             draining=self.draining,
             requests_total=stats.requests,
@@ -200,7 +207,7 @@ class Service:
         peer.send(FrameType.STATS_RESULT, frame.request_id, message.SerializeToString(), now)
 
     def _refuse(self, peer: Connection, frame: Frame, error: RoseError) -> None:
-        if frame.type is FrameType.EMBED:
+        if frame.type in _WORK:
             self.stats.requests += 1
             self.stats.errors[error.kind] += 1
         self._send_error(peer, frame.request_id, error)
@@ -209,5 +216,6 @@ class Service:
         peer.send(FrameType.ERROR, wire_id, error_to_proto(error).SerializeToString(), self._clock())
 
 
-def _microseconds(seconds: float) -> int:
+def microseconds(seconds: float) -> int:
+    """As Timing carries them."""
     return min(max(round(seconds * 1e6), 0), 0xFFFFFFFF)

@@ -123,9 +123,24 @@ def test_contradiction_is_refused_unless_settled(changes):
     [
         (QWEN, {"model_type": "gpt2"}, "model_type 'gpt2' is not served; there are bert, roberta"),
         (QWEN, {"model_type": None}, "model_type is missing"),
-        (QWEN, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn'"),
-        (QWEN, {"rope_scaling": {"type": "linear"}}, "rotary scaling 'linear'"),
-        (QWEN, {"rope_parameters": {"rope_theta": 1e6, "rope_type": "dynamic"}}, "rotary scaling 'dynamic'"),
+        (
+            QWEN,
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            "'longrope' is not served: it has other",
+        ),
+        (QWEN, {"rope_scaling": {"type": "su"}}, "'su' is not served: it is an older name of longrope"),
+        (QWEN, {"rope_scaling": {"type": "ntk-ish"}}, "'ntk-ish' is not served: there are default, linear, dynamic"),
+        (QWEN, {"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        (QWEN, {"rope_scaling": {"type": "linear", "factor": 0.5}}, "rotary scaling is 0.5, and must be at least 1"),
+        (QWEN, {"rope_scaling": {"type": "yarn", "factor": 0.5}}, "rotary scaling is 0.5, and must be at least 1"),
+        (QWEN, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
+        (
+            QWEN,
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "low_freq_factor 4 and high_freq_factor 4 leave no ramp",
+        ),
+        (QWEN, {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rotary settings that differ by layer"),
+        (QWEN, {"rope_theta": 0}, "rope_theta is 0, and must be above 0"),
         (QWEN, {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
         (QWEN, {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 1}, "sliding-window"),
         (QWEN, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
@@ -152,3 +167,26 @@ def test_refused_by_name(base, changes, words):
 
 def test_window_wider_than_any_layer_uses_is_no_window():
     assert read(QWEN, use_sliding_window=False, sliding_window=4096, max_window_layers=0).num_layers == 2
+
+
+def test_yarn_reaches_past_the_stated_positions():
+    """The published recipe adds the factor alone and leaves max_position_embeddings as it is."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = read(QWEN, max_position_embeddings=40960, rope_scaling=rope)
+    assert config.max_positions == 131072
+    assert config.rope_scaling.original == 32768
+    assert read(QWEN, max_position_embeddings=40960, rope_scaling=rope | {"factor": 1.1}).max_positions == 40960
+
+
+def test_yarn_without_its_original_length_takes_the_stated_one():
+    rope = {"rope_type": "yarn", "factor": 2.0}
+    config = read(QWEN, max_position_embeddings=4096, rope_scaling=rope)
+    assert (config.rope_scaling.original, config.max_positions) == (4096, 8192)
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic"])
+def test_other_scalings_reach_no_further_than_the_file_says(kind):
+    """Some publish the stretched length and some the plain one; more than is stated is never promised."""
+    config = read(QWEN, max_position_embeddings=4096, rope_scaling={"type": kind, "factor": 4.0})
+    assert config.max_positions == 4096
+    assert (config.rope_scaling is None) == (kind == "dynamic")

@@ -118,8 +118,9 @@ def test_what_makes_a_language_model_a_reranker(tmp_path, arguments, name, readi
 
 def test_a_language_model_that_says_nothing_is_no_reranker(tmp_path):
     path = tiny_qwen3_reranker(tmp_path / "m", logit_score=False)
+    assert read_model_folder(path).generation is not None
     with pytest.raises(CheckpointError, match=r"does not say how tokens are pooled .* or say --task rerank"):
-        read_model_folder(path)
+        read_model_folder(path, task="embed")
     assert read_model_folder(tiny_qwen3_embedding(tmp_path / "Qwen3-Reranker-lookalike")).reranker is None
 
 

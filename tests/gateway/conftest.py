@@ -92,7 +92,14 @@ class Live:
 
 
 @contextmanager
-def live_front(folder: Path, *cards: pb.ModelCard, wait_ready: bool = True, **config: Any) -> Iterator[Live]:
+def live_front(
+    folder: Path,
+    *cards: pb.ModelCard,
+    wait_ready: bool = True,
+    engine: type[FakeEngine] = FakeEngine,
+    reading: dict[str, Any] | None = None,
+    **config: Any,
+) -> Iterator[Live]:
     """A front over one fake engine a card."""
     started: list[Live] = []
     up, done = threading.Event(), threading.Event()
@@ -106,11 +113,10 @@ def live_front(folder: Path, *cards: pb.ModelCard, wait_ready: bool = True, **co
             replicas = tuple(f"unix:{path}" for path in paths)
             async with AsyncExitStack() as stack:
                 engines = [
-                    await stack.enter_async_context(FakeEngine(path, card))
-                    for path, card in zip(paths, cards, strict=True)
+                    await stack.enter_async_context(engine(path, card)) for path, card in zip(paths, cards, strict=True)
                 ]
                 gateway = GatewayConfig(replicas=replicas, **settings)
-                front = await stack.enter_async_context(make_front(gateway, folder))
+                front = await stack.enter_async_context(make_front(gateway, folder, reading=reading))
                 carriers = Carriers(front, gateway)
                 listening = await carriers.open()
                 while wait_ready and len(front.pool.ready) < len(cards):

@@ -163,7 +163,7 @@ def test_the_openapi_document_is_whole(shared):
             url = path.replace("{model}", "tiny/embedder")
             body = methods[method].get("requestBody", {}).get("content", {}).get("application/json", {}).get("example")
             response = shared.client.request(method, url, json=body)
-            if path == "/v1/contextualizedembeddings":  # this model is none of that kind
+            if path == "/v1/contextualizedembeddings" or "completions" in path:  # this model is none of that kind
                 assert response.status_code == 400
                 continue
             assert response.status_code == 200, path

@@ -18,7 +18,25 @@ from rose.kernels.tiles import Tile
 pytestmark = pytest.mark.skipif(
     triton is None or triton.knobs.runtime.interpret, reason="needs Triton's compiler, not its interpreter"
 )
-MODULES = ("activation", "add_norm", "embed_layer_norm", "gemm", "gemm_sm90", "pool", "qk_norm_rope", "short_attention")
+MODULES = (
+    "activation",
+    "add_norm",
+    "causal_conv",
+    "embed_layer_norm",
+    "gated_delta_rule",
+    "gated_delta_step",
+    "gated_norm",
+    "gated_qk_norm_rope",
+    "gemm",
+    "gemm_sm90",
+    "paged_decode",
+    "paged_prefill",
+    "pool",
+    "qk_norm_rope",
+    "short_attention",
+    "sigmoid_gate",
+    "store_kv",
+)
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
@@ -121,6 +139,46 @@ def test_qk_norm_rope(compiled, heads, kv_heads, head_dim):
     check(compiled, 1)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 4), (8, 2)])
+def test_gated_attention(compiled, heads, kv_heads):
+    """Qwen3.5: 64 of 256 dimensions are turned, norm weights are in fp32."""
+    from rose.kernels.gated_qk_norm_rope import gated_qk_norm_rope_triton
+    from rose.kernels.sigmoid_gate import sigmoid_gate_triton
+
+    qkv, w = bf16(5, 2 * (heads + kv_heads) * 256), torch.empty(256)
+    q = gated_qk_norm_rope_triton(qkv, ints(5), torch.empty(64, 64), w, w, 1e-6, heads, kv_heads)
+    sigmoid_gate_triton(q, qkv)
+    check(compiled, 2)
+
+
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize(("value_heads", "sequences"), [(16, 1), (32, 48)])
+def test_gated_delta_net(compiled, carried, value_heads, sequences):
+    """A layer of Qwen3.5, as slices of its one packed product."""
+    from rose.kernels.carried import Carried
+    from rose.kernels.causal_conv import causal_conv_step_triton, causal_conv_triton
+    from rose.kernels.gated_delta_rule import DeltaHeads, Gates, gated_delta_rule_triton
+    from rose.kernels.gated_delta_step import gated_delta_step_triton
+    from rose.kernels.gated_norm import gated_norm_triton
+
+    heads, tokens = DeltaHeads(16, value_heads, 128, 128), 200 if sequences == 1 else sequences
+    C, V = heads.channels, value_heads * 128
+    packed = bf16(tokens, C + V + 2 * value_heads)
+    gates = Gates(packed[:, C + V :], torch.empty(value_heads), torch.empty(value_heads))
+    weight, bounds = bf16(C, 1, 4), ints(sequences + 1)
+    conv = Carried(bf16(9, C, 3), ints(sequences), ints(sequences)) if carried else None
+    states = Carried(torch.empty(9, value_heads, 128, 128), *conv[1:]) if carried else None
+    qkv = causal_conv_triton(packed[:, :C], weight, bounds, conv)
+    o = gated_delta_rule_triton(qkv, gates, bounds, heads, states)
+    gated_norm_triton(o, packed[:, C : C + V], torch.empty(128), 1e-6)
+    if carried and sequences == tokens:
+        causal_conv_step_triton(packed[:, :C], weight, conv)
+        gated_delta_step_triton(qkv, gates, heads, states)
+    check(compiled, 6 if carried and sequences == tokens else 4)
+    assert "wgmma" in compiled[1].asm["ptx"]
+    assert "wgmma" in compiled[2].asm["ptx"]
+
+
 def test_activations(compiled):
     from rose.kernels import activation
 
@@ -153,6 +211,56 @@ def test_short_attention(compiled, heads, kv_heads, head_dim, max_length, causal
     q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
     short_attention_triton(q, k, v, ints(3), max_length, causal, 0.125)
     check(compiled, 1)
+
+
+def cache_and_packed(tokens, heads, kv_heads, head_dim):
+    """(k_cache, v_cache) of pages of 16, and q, k, v as views of one packed tensor."""
+    qkv = bf16(tokens, heads + 2 * kv_heads, head_dim)
+    caches = bf16(64, 16, kv_heads, head_dim), bf16(64, 16, kv_heads, head_dim)
+    return caches, qkv.split([heads, kv_heads, kv_heads], dim=1)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 8, 128), (32, 8, 128), (8, 2, 256), (14, 2, 64)])
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize(("sequences", "bound"), [(1, 1024), (64, 1024), (64, 16384)])
+def test_paged_decode(compiled, heads, kv_heads, head_dim, rotated, sequences, bound):
+    from rose.batch import HeadRotation
+    from rose.kernels.paged_decode import decode_tile, paged_decode_triton
+
+    caches, qkv = cache_and_packed(sequences, heads, kv_heads, head_dim)
+    w = bf16(head_dim)
+    rotation = HeadRotation(ints(sequences), torch.empty(bound, head_dim), w, w, 1e-6) if rotated else None
+    table = torch.empty(sequences, bound // 16, dtype=torch.int32)
+    paged_decode_triton(*qkv, *caches, table, ints(sequences), ints(sequences), bound, 0.1, None, rotation)
+    check(compiled, 1 if decode_tile(sequences, kv_heads, head_dim, bound).splits == 1 else 2)
+    text = compiled[0].asm["ptx"]
+    cached = [m.start() for m in re.finditer(r"ld\.global[a-z0-9.:_]*\.v4\.b32", text)]
+    assert cached[0] < text.index("griddepcontrol.wait"), "the first block of the cache waits for the new token"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 8, 128), (8, 2, 256), (14, 2, 64)])
+@pytest.mark.parametrize("tokens", [512, 4096])
+def test_paged_prefill(compiled, heads, kv_heads, head_dim, tokens):
+    from rose.kernels.paged_prefill import paged_prefill_triton
+
+    caches, (q, _, _) = cache_and_packed(tokens, heads, kv_heads, head_dim)
+    table = torch.empty(3, 512, dtype=torch.int32)
+    paged_prefill_triton(q, *caches, table, ints(3), ints(4), 1, 0.1)
+    check(compiled, 1)
+    assert "wgmma" in compiled[0].asm["ptx"]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "turned"), [(16, 8, 128, 128), (8, 2, 256, 64)])
+def test_store_kv(compiled, heads, kv_heads, head_dim, turned):
+    from rose.batch import HeadRotation
+    from rose.kernels.store_kv import qk_norm_rope_store_triton, store_kv_triton
+
+    caches, (_, k, v) = cache_and_packed(5, heads, kv_heads, head_dim)
+    store_kv_triton(k, v, *caches, ints(5))
+    w = bf16(head_dim)
+    rotation = HeadRotation(ints(5), torch.empty(64, turned), w, w, 1e-6)
+    qk_norm_rope_store_triton(bf16(5, (heads + 2 * kv_heads) * head_dim), rotation, *caches, ints(5))
+    check(compiled, 2)
 
 
 def _table_cases():

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
 from rose.config import read_model_folder
+from rose.convert import load_model
 from rose.errors import CheckpointError
 from rose.kernels.pool import finish
 from tests.support.running import embed, encode, hidden_of, load
@@ -137,7 +138,7 @@ def test_no_pooling_stated_means_no_pooling_guessed(tmp_path, make, guess):
     with pytest.raises(
         CheckpointError, match="does not say how tokens are pooled into a vector; settle it with --pool"
     ):
-        read_model_folder(path)
+        load_model(read_model_folder(path))
     ours = load(path, pooling=guess)
     assert ours.folder.pooling.source == "the caller's choice"
     expected = torch.from_numpy(reference(path).encode(TEXTS[:5]))
@@ -147,7 +148,7 @@ def test_no_pooling_stated_means_no_pooling_guessed(tmp_path, make, guess):
 def test_language_models_are_told_of_the_other_way_out(tmp_path):
     path = tiny_qwen3_embedding(tmp_path / "m", pooling=None)
     with pytest.raises(CheckpointError, match=r"--pooling mean, cls or last, or say --task rerank if it scores pairs"):
-        read_model_folder(path)
+        read_model_folder(path, task="embed")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from rose.proto.convert import (
     check_token_ids,
     error_from_proto,
     error_to_proto,
+    sequence_from_proto,
     tensor_from_proto,
     tensor_to_proto,
     tokens_from_proto,
@@ -109,3 +110,28 @@ def test_an_error_without_details_stays_without():
 def test_an_error_of_a_newer_peer_is_ours():
     assert type(from_kind("out_of_coffee", "no beans")) is InternalError
     assert from_kind("out_of_coffee", "no beans").message == "out_of_coffee: no beans"
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=50))
+def test_the_only_sequence_of_a_field(ids):
+    message = pb.Tokens.FromString(tokens_to_proto([np.array(ids, dtype=np.int32)]).SerializeToString())
+    sequence = sequence_from_proto(message, "prompt")
+    assert sequence.tolist() == ids
+    assert sequence.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (pb.Tokens(), "exactly one sequence of token ids, got 0"),
+        (pb.Tokens(ids=b"\0" * 8, lengths=[1, 1]), "got 2"),
+        (pb.Tokens(ids=b"", lengths=[0]), "no tokens"),
+        (pb.Tokens(ids=b"\0" * 3, lengths=[1]), "holds 3 bytes"),
+        (pb.Tokens(ids=b"\0" * 8, lengths=[1]), "holds 8 bytes"),
+        (pb.Tokens(ids=b"", lengths=[2**32 - 1]), "holds 0 bytes"),
+    ],
+)
+def test_a_field_of_one_sequence_takes_one(message, words):
+    with pytest.raises(InvalidInput, match=words) as caught:
+        sequence_from_proto(message, "prompt")
+    assert caught.value.param == "prompt"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rose.batch import Batch
 from rose.config import ModelFolder, read_model_folder
 from rose.convert import load_model
 from rose.models.base import ServedModel
+from rose.models.causal_lm import CausalLM
 from rose.models.embedder import Embedder
 from rose.models.reranker import Reranker
 
@@ -107,3 +109,15 @@ def random_sequences(lengths: list[int], vocab_size: int, seed: int = 0) -> list
     """Ids from 5 on, so that no special token is among them."""
     draw = random.Random(seed)
     return [[draw.randrange(5, vocab_size) for _ in range(length)] for length in lengths]
+
+
+@torch.inference_mode()
+def logits_of(
+    model: CausalLM, sequences: list[list[int]], dtype: torch.dtype = torch.float32, *, every_row: bool = False
+) -> Tensor:
+    """Logits after each sequence's last token, [B, V], or after every token, [T, V]; whole sequences, no cache."""
+    batch = Batch.pack(sequences)
+    spec = replace(model.attention_spec(CPU, dtype), layout="ragged")
+    batch.attention = load_backend("torch_sdpa", spec).plan(batch)
+    rows = torch.arange(batch.num_tokens, dtype=torch.int32) if every_row else batch.cu_seqlens[1:] - 1
+    return model(batch, rows)

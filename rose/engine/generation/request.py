@@ -100,8 +100,10 @@ class GenerationStep:
             batch.
         failed: requests that ended with an error (deadline, logits that are not finite, a failed forward), by id.
         launched: whether a batch was launched.
+        started: requests whose first tokens are in that batch, by id; a request that was preempted is told of once.
     """
 
     tokens: list[NewToken] = field(default_factory=list)
     failed: Mapping[int, RoseError] = field(default_factory=dict)
     launched: bool = False
+    started: Sequence[int] = ()

@@ -6,11 +6,27 @@ Plain Python; knows neither devices nor models.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
 from rose.engine.generation.request import GenerateRequest
+
+
+class State(IntEnum):
+    """Where a sequence stands.
+
+    WAITING: it has neither lane nor pages, because it never had or because they were taken from it.
+    PREFILL: tokens that the host knows are not computed yet.
+    DECODE: its next token follows from the latest drawn one.
+    DRAINED: all its tokens are drawn, and some are still on their way to the host.
+    """
+
+    WAITING = 0
+    PREFILL = 1
+    DECODE = 2
+    DRAINED = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +45,13 @@ class Sequence:
         cached_tokens: of the prompt, taken from the cache when it first started.
         finished: it has ended, and tokens still on their way are to be ignored.
         preemptions: how often its pages were taken from it.
+        serial: order of arrival, never reused.
+        max_length: tokens of the prompt and the most new ones, together.
+        rank: 0 is served before 1; class BULK starts with 1.
+        capacity: tokens that its pages hold.
+        in_flight: chunks of it in batches that are planned and neither committed nor failed.
+        digests: of its leading full pages, as far as anybody asked.
+        kept: leading pages whose content is offered to others already.
     """
 
     request: GenerateRequest
@@ -43,11 +66,20 @@ class Sequence:
     cached_tokens: int = 0
     finished: bool = False
     preemptions: int = 0
+    max_length: int = 0
+    rank: int = 0
+    state: State = State.WAITING
+    capacity: int = 0
+    in_flight: int = 0
+    digests: list[bytes] = field(default_factory=list)
+    kept: int = 0
 
 
 @dataclass(slots=True)
 class Chunk:
     """The tokens of one sequence that one batch computes.
+
+    A drawn token's position is `start + length`, so it is new token number `start + length - prompt_length`, from 0.
 
     Attributes:
         start: position of the first of them.
@@ -65,11 +97,23 @@ class Chunk:
 
 @dataclass(slots=True)
 class BatchPlan:
-    """One batch: decoding sequences (one token each) first, then chunks of prompts."""
+    """One batch: decoding sequences (one token each) first, then chunks of prompts.
+
+    A decoding sequence has the same Chunk in every plan, with another start: stage a plan before the next is made.
+
+    Attributes:
+        started: ids of the requests whose first chunk this is.
+    """
 
     chunks: list[Chunk]
     decodes: int
+    started: list[int] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
-        return sum(chunk.length for chunk in self.chunks)
+        return self.decodes + sum(chunk.length for chunk in self.chunks[self.decodes :])
+
+    @property
+    def draws(self) -> int:
+        """Tokens it draws: one for each chunk that samples."""
+        return self.decodes + sum(chunk.samples for chunk in self.chunks[self.decodes :])

@@ -1,0 +1,156 @@
+"""Where the device's time goes, kernel by kernel: some requests through an engine of this process, profiled by torch.
+
+The profiler slows what it watches, so shares are told, and gaps between kernels, but no rates. On a CPU operators take
+the kernels' place. Knows the profiler and names; knows neither clients nor rows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rose.bench.drivers import EngineDriver
+from rose.bench.loads import Load, requests
+from rose.bench.targets import Target
+from rose.config import EngineConfig, read_model_folder
+from rose.convert import load_model
+from rose.engine import build_engine
+
+# First fit counts. Names are the libraries' own (gemm, nvjet, cutlass: cuBLAS and CUTLASS), and those of this project's
+# kernels.
+KINDS: tuple[tuple[str, str], ...] = (
+    ("attention", r"attention|flash|fmha|prefillwith|decodewith|_attn"),
+    ("product", r"gemm|nvjet|cutlass|splitk|linear|addmm|aten::mm|matmul|mkldnn|onednn"),
+    ("norm", r"norm"),
+    ("rotary", r"rope|rotary"),
+    ("activation", r"gelu|silu|activation"),
+    ("embedding", r"embed|index_select|gather"),
+    ("pooling", r"pool"),
+    ("copy", r"memcpy|memset|copy|aten::to\b|fill"),
+)
+_ROUNDS = 2
+_PRINTED = 20
+GRAPH_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """One kernel over all profiled requests.
+
+    Attributes:
+        share: of all kernels' time.
+    """
+
+    name: str
+    kind: str
+    calls: int
+    ms: float
+    share: float
+
+
+def kind_of(name: str) -> str:
+    lower = name.lower()
+    return next((kind for kind, pattern in KINDS if re.search(pattern, lower)), "other")
+
+
+def kernel_times(events: Iterable[tuple[str, int, float]]) -> list[KernelTime]:
+    """Longest first.
+
+    Args:
+        events: (name, calls, microseconds); the same name may come more than once.
+    """
+    calls: dict[str, int] = {}
+    taken: dict[str, float] = {}
+    for name, count, microseconds in events:
+        short = shortened(name)
+        calls[short] = calls.get(short, 0) + count
+        taken[short] = taken.get(short, 0.0) + microseconds
+    whole = sum(taken.values()) or 1.0
+    order = sorted(taken, key=lambda name: -taken[name])
+    return [KernelTime(n, kind_of(n), calls[n], round(taken[n] / 1e3, 4), round(taken[n] / whole, 4)) for n in order]
+
+
+def shares_by_kind(times: Sequence[KernelTime]) -> dict[str, float]:
+    """kind -> share, largest first."""
+    found: dict[str, float] = {}
+    for one in times:
+        found[one.kind] = found.get(one.kind, 0.0) + one.share
+    return {kind: round(found[kind], 4) for kind in sorted(found, key=lambda kind: -found[kind])}
+
+
+def shortened(name: str) -> str:
+    """Without return type, template arguments and parameters, which run to hundreds of characters."""
+    bare = name.removeprefix("void ")
+    while (smaller := re.sub(r"<[^<>]*>|\([^()]*\)", "", bare)) != bare:
+        bare = smaller
+    return bare.strip()[:96] or name[:96]
+
+
+def profile_model(target: Target, tokens: int, batch: int, backend: str, out: Path | None) -> dict[str, Any]:
+    """Profile requests of `batch` sequences, print the table, write it beside `out`; returns what is written."""
+    read = read_model_folder(target.folder)
+    model = load_model(read, target.device, target.dtype)
+    limits = EngineConfig(max_tokens=read.max_tokens, bulk_tokens=max(16384, read.max_tokens), graph_bytes=GRAPH_BYTES)
+    load = Load(f"throughput-{tokens}", tokens, batch, _ROUNDS)
+    with closing(EngineDriver(build_engine(model, limits, target.device, target.dtype, backend=backend))) as driver:
+        events, seconds = _profiled(driver, load, read.architecture.vocab_size, target.device)
+    times = kernel_times(events)
+    result: dict[str, Any] = {
+        **asdict(target.facts),
+        "load": load.name,
+        "tokens": tokens,
+        "batch": batch,
+        "requests": _ROUNDS,
+        "profiled_ms": round(seconds * 1e3, 3),
+        "kernels_ms": round(sum(one.ms for one in times), 3),
+        "share_by_kind": shares_by_kind(times),
+        "kernels": [asdict(one) for one in times],
+    }
+    _print(result, times)
+    if out is not None:
+        path = out.parent / f"kernels_{target.name}_{batch}x{tokens}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+def _profiled(
+    driver: EngineDriver, load: Load, vocab_size: int, device: torch.device
+) -> tuple[list[tuple[str, int, float]], float]:
+    from torch.profiler import ProfilerActivity, profile
+
+    prepared = [driver.prepare(sequences) for sequences in requests(load, vocab_size, _ROUNDS)]
+    for _ in range(3):  # plain, captured, replayed
+        driver.send(prepared[0])
+    on_cpu = device.type == "cpu"
+    options: dict[str, Any] = {}
+    if on_cpu:  # forwards run in a thread of the executor's
+        options["experimental_config"] = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    activity = ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA
+    with profile(activities=[activity], **options) as found:
+        start = time.perf_counter()
+        for one in prepared:
+            driver.send(one)
+        seconds = time.perf_counter() - start
+    averages: Any = found.key_averages()
+    if on_cpu:
+        return [(e.key, e.count, e.self_cpu_time_total) for e in averages if e.self_cpu_time_total > 0], seconds
+    return [(e.key, e.count, e.self_device_time_total) for e in averages if e.self_device_time_total > 0], seconds
+
+
+def _print(result: Mapping[str, Any], times: Sequence[KernelTime]) -> None:
+    print(
+        f"{result['model']} {result['batch']} x {result['tokens']}, {result['requests']} requests: "
+        f"{result['kernels_ms']:.2f} ms in kernels of {result['profiled_ms']:.2f} ms"
+    )
+    print("  " + "  ".join(f"{kind} {share:.1%}" for kind, share in result["share_by_kind"].items()))
+    for one in times[:_PRINTED]:
+        print(f"  {one.share:6.1%} {one.ms:9.3f} ms {one.calls:6} x {1e3 * one.ms / one.calls:8.1f} us  {one.name}")

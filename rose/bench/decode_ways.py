@@ -1,0 +1,183 @@
+"""Ways to continue prompts and see each token come: in process, light link, any OpenAI-compatible server.
+
+All prompts of a call are sent at once, each a request of its own. Knows carriers and clocks; knows no loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rose.bench.carriers import Ids
+from rose.bench.completions import CompletionsClient
+from rose.client import AsyncClient
+from rose.engine.generation.engine import GenerationEngine
+from rose.engine.generation.request import Finish, GenerateRequest, Sampling
+from rose.errors import RoseError
+
+# How long a loop with nothing to do sleeps where forwards run in a thread of this process; on a GPU it asks again.
+CPU_PAUSE_S = 50e-6
+
+
+class WrongAnswerError(RoseError):
+    """Another number of tokens than asked for: what was timed is not what was meant."""
+
+
+@dataclass(slots=True)
+class Stream:
+    """One continued prompt.
+
+    Attributes:
+        start: when it was sent. times: when each token came; tokens that come together have the same time. All of
+            time.perf_counter().
+        ids: of the tokens; empty where only text comes back.
+    """
+
+    start: float
+    times: list[float] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+
+
+class DecodeWay(Protocol):
+    """One way to a generating model; greedy, end tokens ignored."""
+
+    via: str
+
+    def generate(self, prompts: Sequence[Ids], new_tokens: int) -> list[Stream]:
+        """
+        Raises:
+            WrongAnswerError: a prompt was not continued by `new_tokens` tokens.
+            RoseError: whatever it was refused for.
+        """
+        ...
+
+    def counters(self) -> Mapping[str, int]:
+        """The engine's own, as STATS has them; empty for another server."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class EngineWay:
+    """The engine in this process: add, step, and look at the clock."""
+
+    via = "engine"
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self._engine = engine
+        self._next = 0
+        self._pause = CPU_PAUSE_S if engine.executor.device.type == "cpu" else 0.0
+        # As the server's thread does: stream and inference mode are kept, not entered for every batch.
+        self._owner = engine.executor.owner()
+        self._owner.__enter__()
+
+    def generate(self, prompts: Sequence[Ids], new_tokens: int) -> list[Stream]:
+        sampling = Sampling(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+        streams: dict[int, Stream] = {}
+        clock = time.perf_counter
+        for ids in prompts:
+            self._next += 1
+            streams[self._next] = Stream(clock())
+            self._engine.add(GenerateRequest(self._next, ids, sampling))
+        open_streams = len(streams)
+        while open_streams:
+            step = self._engine.step()
+            now = clock()
+            for error in step.failed.values():
+                raise error
+            for token in step.tokens:
+                stream = streams[token.request_id]
+                stream.times.append(now)
+                stream.ids.append(token.token)
+                open_streams -= token.finish is not Finish.NONE
+            if self._pause and not step.tokens and not step.launched:
+                time.sleep(self._pause)
+        while not self._engine.idle:  # a token too many may be on its way
+            self._engine.step()
+        return checked(list(streams.values()), new_tokens)
+
+    def counters(self) -> Mapping[str, int]:
+        return self._engine.counters()
+
+    def close(self) -> None:
+        self._owner.__exit__(None, None, None)
+        self._engine.close()
+
+
+class LinkWay:
+    """The asyncio client of the light link: one connection, a stream a prompt.
+
+    Attributes:
+        backend: the attention backend, as the model card has it.
+    """
+
+    via = "link"
+
+    def __init__(self, address: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._client = self._loop.run_until_complete(AsyncClient.connect(address))
+        self.backend = self._loop.run_until_complete(self._client.info()).backend
+
+    def generate(self, prompts: Sequence[Ids], new_tokens: int) -> list[Stream]:
+        return checked(self._loop.run_until_complete(self._all(prompts, new_tokens)), new_tokens)
+
+    async def _all(self, prompts: Sequence[Ids], new_tokens: int) -> list[Stream]:
+        return list(await asyncio.gather(*(self._one(ids, new_tokens) for ids in prompts)))
+
+    async def _one(self, ids: Ids, new_tokens: int) -> Stream:
+        stream = Stream(time.perf_counter())
+        async for some in self._client.generate(ids, max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True):
+            stream.times += [time.perf_counter()] * len(some.tokens)
+            stream.ids += some.tokens
+        return stream
+
+    def counters(self) -> Mapping[str, int]:
+        return dict(self._loop.run_until_complete(self._client.stats()).engine_counters)
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self._client.close())
+        self._loop.close()
+
+
+class HttpWay:
+    """POST /v1/completions of any OpenAI-compatible server, ids in and an event a token out; a connection a prompt."""
+
+    via = "http"
+
+    def __init__(self, url: str, model: str, engine: LinkWay | None = None) -> None:
+        """
+        Args:
+            url: of the server, with the path before /completions ("http://127.0.0.1:8080/v1").
+            engine: where ROSE's engine tells its counters; None for another server.
+        """
+        self._loop = asyncio.new_event_loop()
+        self._client = CompletionsClient(url, model)
+        self._engine = engine
+
+    def generate(self, prompts: Sequence[Ids], new_tokens: int) -> list[Stream]:
+        return checked(self._loop.run_until_complete(self._all(prompts, new_tokens)), new_tokens)
+
+    async def _all(self, prompts: Sequence[Ids], new_tokens: int) -> list[Stream]:
+        async def one(ids: Ids) -> Stream:
+            start = time.perf_counter()
+            answer = await self._client.stream(ids.tolist(), new_tokens)
+            return Stream(start, answer.token_times())
+
+        return list(await asyncio.gather(*map(one, prompts)))
+
+    def counters(self) -> Mapping[str, int]:
+        return {} if self._engine is None else self._engine.counters()
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self._client.close())
+        self._loop.close()
+
+
+def checked(streams: list[Stream], new_tokens: int) -> list[Stream]:
+    for number, stream in enumerate(streams):
+        if len(stream.times) != new_tokens:
+            raise WrongAnswerError(f"prompt {number} was continued by {len(stream.times)} tokens, not {new_tokens}")
+    return streams

@@ -1,0 +1,92 @@
+"""What the loads have in common: which model, from which folder, on which device, and the facts every row carries.
+
+Knows options and folders; knows neither loads nor carriers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from rose.bench.machine import commit, cpu_model
+from rose.bench.records import Facts
+from rose.bench.shapes import SHAPES, Shape, build_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One model to measure.
+
+    Attributes:
+        made: its shape, where the folder holds random weights made here.
+    """
+
+    name: str
+    folder: Path
+    device: torch.device
+    dtype: torch.dtype
+    facts: Facts
+    made: Shape | None
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, shapes: Mapping[str, Shape] = SHAPES) -> None:
+    parser.add_argument(
+        "--model",
+        action="append",
+        help=f"one of {', '.join(shapes)} (seeded random weights), or NAME=FOLDER; repeatable",
+    )
+    parser.add_argument("--warm-up", action="store_true", help="let the server capture its usual graphs at start")
+    parser.add_argument("--url", help="measure another OpenAI-compatible server: its address up to /embeddings")
+    made = Path(tempfile.gettempdir()) / "rose-shapes"
+    parser.add_argument("--folders", type=Path, default=made, help="where made checkpoints are kept")
+    parser.add_argument("--commit", help="what is measured, where the machine has no checkout to ask")
+    parser.add_argument("--out", type=Path, help="JSONL file of rows; a new run replaces the old rows of its loads")
+
+
+def targets(
+    arguments: argparse.Namespace, command: str, default: list[str], shapes: Mapping[str, Shape] = SHAPES
+) -> Iterator[Target]:
+    """Each model asked for in turn, its folder made if it is not there.
+
+    Args:
+        command: as the rows shall tell it.
+        default: models where none is asked for.
+        shapes: those that can be made.
+
+    Raises:
+        KeyError: a name without a folder that is no shape.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    run_id = uuid.uuid4().hex[:8]
+    for spec in arguments.model or default:
+        name, _, given = spec.partition("=")
+        if not given and name not in shapes:
+            raise KeyError(f"no shape {name!r}: there are {', '.join(shapes)}; or give NAME=FOLDER")
+        facts = Facts(
+            run_id=run_id,
+            commit=arguments.commit or commit(),
+            date=datetime.now(UTC).strftime("%Y-%m-%d"),
+            command=command.replace(str(arguments.out), arguments.out.name) if arguments.out else command,
+            machine=machine(device),
+            model=name,
+            dtype=str(dtype).removeprefix("torch."),
+        )
+        folder = Path(given) if given else build_checkpoint(name, arguments.folders / name, shapes=shapes)
+        yield Target(name, folder, device, dtype, facts, None if given else shapes[name])
+
+
+def machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return (
+            f"1 x {torch.cuda.get_device_name(device)}, torch {torch.__version__}, Python {platform.python_version()}"
+        )
+    return f"{cpu_model()}, torch {torch.__version__}"

@@ -1,0 +1,213 @@
+"""`rose bench throughput`: client processes side by side, each sending batches of texts one after another.
+
+The published load: four clients, 100 sequences a request, 512, 1024, 4096 tokens. Knows the order of things; clients,
+windows and rows are other files' business.
+"""
+
+from __future__ import annotations
+
+import argparse
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+
+from rose.attention_backends.auto import AutoBackend
+from rose.attention_backends.choose import Load as AttentionLoad
+from rose.bench import loads
+from rose.bench.carriers import Driver, GrpcDriver, HttpDriver, Ids, LinkDriver
+from rose.bench.fleet import Window, run_fleet
+from rose.bench.floors import floor_ms
+from rose.bench.loads import Load
+from rose.bench.meter import Meter
+from rose.bench.processes import Served, served
+from rose.bench.records import Row, percentiles, write_rows
+from rose.bench.reference import Reference
+from rose.bench.targets import Target, add_common_arguments, targets
+from rose.config import EngineConfig, ModelFolder, read_model_folder
+from rose.models.base import attention_spec
+from rose.proto import rose_pb2 as pb
+from rose.proto.convert import tokens_to_proto
+
+WAYS = ("link", "grpc", "http")
+TOKENS = (512, 1024, 4096)
+# Other requests a client has to send; then it begins anew.
+DISTINCT = 4
+# Four requests of 100 x 4096 tokens are more than a server lets wait unless told so.
+QUEUE_TOKENS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One way to what is measured.
+
+    Attributes:
+        address: for client processes. engine: where the engine tells its counters; None for another server.
+    """
+
+    driver: Driver
+    address: str
+    engine: LinkDriver | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common_arguments(parser)
+    parser.add_argument("--via", nargs="+", choices=WAYS, default=["link"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="of each sequence")
+    parser.add_argument("--batch", type=int, default=100, help="sequences of one request")
+    parser.add_argument("--clients", type=int, default=4, help="client processes")
+    parser.add_argument("--backend", default="auto", help="attention backend")
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of the window")
+    parser.add_argument("--warm", type=float, default=4.0, help="seconds under load before the window")
+    parser.add_argument("--profile", action="store_true", help="then: time of every kernel, in process, beside --out")
+
+
+def main(arguments: argparse.Namespace, command: str) -> int:
+    """Run every load asked for; returns the exit status: 1 if one failed.
+
+    Raises:
+        DisagreementError: answers are not the reference's; nothing further is run.
+    """
+    failed = 0
+    for target in targets(arguments, command, ["bge-m3", "pplx-embed-0.6b"]):
+        failed += _run_model(target, arguments)
+        if arguments.profile:
+            from rose.bench.breakdown import profile_model
+
+            for tokens in arguments.tokens:
+                profile_model(target, tokens, arguments.batch, arguments.backend, arguments.out)
+    return int(failed > 0)
+
+
+def _run_model(target: Target, arguments: argparse.Namespace) -> int:
+    """How many loads failed."""
+    read = read_model_folder(target.folder)
+    reference = Reference(target.folder, target.device)
+    failed = 0
+    for place in places(target, arguments.via, arguments, ["--max-queued-tokens", str(QUEUE_TOKENS)]):
+        for tokens in arguments.tokens:
+            load = Load(f"throughput-{tokens}", tokens, arguments.batch, DISTINCT)
+            try:
+                row = run(place, load, target, read, reference, arguments)
+            except loads.DisagreementError:
+                raise
+            except Exception:  # noqa: BLE001  one load that cannot be served must not cost the others
+                failed += 1
+                print(f"{target.name} {load.name} via {place.driver.via} failed, no row:\n{traceback.format_exc()}")
+                continue
+            if arguments.out is not None:
+                write_rows(arguments.out, [row])
+    return failed
+
+
+def run(
+    place: Place, load: Load, target: Target, read: ModelFolder, reference: Reference, arguments: argparse.Namespace
+) -> Row:
+    """The row of one load, printed.
+
+    Raises:
+        DisagreementError, ClientFailedError.
+    """
+    vocab_size = read.architecture.vocab_size
+    cosine = loads.check(place.driver, reference, load, vocab_size)
+    meter = Meter(place.engine.engine_counters if place.engine else None, nvml=target.device.type == "cuda")
+    via = place.driver.via
+    found = run_fleet(
+        via,
+        place.address,
+        [packed_requests(via, target.name, load, vocab_size, client) for client in range(arguments.clients)],
+        warm_up_s=arguments.warm,
+        seconds=arguments.seconds,
+        meanwhile=meter.watch,
+    )
+    backend = backend_name(target, read, load, arguments.backend) if place.engine else "unknown"
+    row = window_row(found, meter, load, target, via=via, in_flight=arguments.clients, backend=backend, cosine=cosine)
+    print_row(row)
+    return row
+
+
+def window_row(
+    found: Window, meter: Meter, load: Load, target: Target, *, via: str, in_flight: int, backend: str, cosine: float
+) -> Row:
+    """What a window comes to, against the floor of the shape."""
+    per_s = found.requests * load.batch / found.length
+    share = None
+    if target.made is not None and target.device.type == "cuda":
+        share = round(per_s * floor_ms(target.made.config, load.tokens, load.batch) / 1e3 / load.batch, 4)
+    return Row(
+        **asdict(target.facts),
+        load=load.name,
+        tokens=load.tokens,
+        batch=load.batch,
+        in_flight=in_flight,
+        via=via,
+        backend=backend,
+        graph_hit_share=meter.graph_share,
+        **asdict(percentiles(found.seconds)),
+        per_s=round(per_s, 1),
+        n=len(found.seconds),
+        cosine=cosine,
+        tokens_per_s=round(per_s * load.tokens),
+        floor_share=share,
+        busy_share=meter.busy_share,
+        gpu_util=meter.gpu_util,
+    )
+
+
+def print_row(row: Row) -> None:
+    shares = {"floor": row.floor_share, "busy": row.busy_share, "NVML": row.gpu_util, "graph": row.graph_hit_share}
+    told = "  ".join(f"{name} {share:4.0%}" for name, share in shares.items() if share is not None)
+    print(
+        f"{row.model:16} {row.load:16} {row.in_flight:2} x {row.batch:3} x {row.tokens:<5} {row.via:5} "
+        f"{row.per_s:9.1f} /s {row.tokens_per_s or 0:9.0f} tok/s  p50 {row.p50_ms:9.2f}  p90 {row.p90_ms:9.2f}  "
+        f"p99 {row.p99_ms:9.2f}  max {row.max_ms:9.2f} ms  {told}",
+        flush=True,
+    )
+
+
+def places(
+    target: Target, ways: Sequence[str], arguments: argparse.Namespace, engine_options: Sequence[str] = ()
+) -> Iterator[Place]:
+    """Each way in turn, ready; closed when the next one is asked for."""
+    if arguments.url:
+        with closing(HttpDriver(arguments.url, target.name)) as rival:
+            yield Place(rival, arguments.url, None)
+        return
+    options = ["--backend", arguments.backend, *engine_options] + ([] if arguments.warm_up else ["--no-warm-up"])
+    with served(target.folder, target.name, options) as where, closing(LinkDriver(where.link)) as engine:
+        for via in ways:
+            with _place(via, where, target.name, engine) as place:
+                yield place
+
+
+@contextmanager
+def _place(via: str, where: Served, name: str, engine: LinkDriver) -> Iterator[Place]:
+    if via == "link":
+        yield Place(engine, where.link, engine)
+    elif via == "grpc":
+        with closing(GrpcDriver(where.grpc, engine)) as grpc_driver:
+            yield Place(grpc_driver, where.grpc, engine)
+    else:
+        with closing(HttpDriver(where.http, name, engine)) as http_driver:
+            yield Place(http_driver, where.http, engine)
+
+
+def packed_requests(via: str, model: str, load: Load, vocab_size: int, client: int) -> list[bytes]:
+    """What one client sends: DISTINCT requests as they travel, other ids for every client."""
+    made = loads.requests(load, vocab_size, load.n, seed=loads.SEED + 100 + client)
+    return [_packed(via, model, sequences) for sequences in made]
+
+
+def _packed(via: str, model: str, sequences: Sequence[Ids]) -> bytes:
+    if via == "http":
+        return HttpDriver.body(model, [s.tolist() for s in sequences])
+    return pb.EmbedRequest(tokens=tokens_to_proto(list(sequences))).SerializeToString()
+
+
+def backend_name(target: Target, read: ModelFolder, load: Load, asked: str) -> str:
+    """The attention backend that serves this load's full batches."""
+    if asked != "auto":
+        return asked
+    sequences = max(1, min(load.batch, EngineConfig().bulk_tokens // load.tokens))
+    auto = AutoBackend(attention_spec(read, target.device, target.dtype))
+    return auto.explain(AttentionLoad(sequences * load.tokens, sequences, load.tokens)).backend

@@ -1,0 +1,135 @@
+"""From a loaded generating model to an engine that runs it: device, executor, attention backend, cache, state pools.
+
+Knows what goes together and what fits; knows neither requests nor checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+
+from rose.attention_backends.base import AttentionSpec, Paged, load_backend
+from rose.attention_backends.kv_cache import KVCache
+from rose.config import EngineConfig
+from rose.engine.cuda import CudaCapturer, CudaExecutor
+from rose.engine.execution import CpuExecutor, Executor
+from rose.engine.generation.engine import GenerationEngine
+from rose.engine.generation.forward import DeviceSide
+from rose.engine.generation.limits import GenerationLimits, check_limits
+from rose.engine.generation.states import StatePools
+from rose.engine.graphs import LazyGraphs
+from rose.errors import StartupError
+from rose.models.base import GenerativeModel
+
+_log = logging.getLogger(__name__)
+
+# Of the device memory that is free once the weights are there and the graphs have their share. The rest is for
+# activations, logits and attention's workspace.
+FREE_SHARE = 0.85
+CPU_CACHE_BYTES = 1 << 30
+
+
+def build_generation_engine(
+    model: GenerativeModel,
+    config: EngineConfig,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    *,
+    backend: str = "auto",
+    num_threads: int | None = None,
+    end_ids: Iterable[int] = (),
+    vocab_limit: int | None = None,
+) -> GenerationEngine:
+    """An engine with what this device offers.
+
+    Args:
+        dtype: dtype of the model's weights, and of the cache.
+        backend: name of the attention backend; "auto" takes the first of those that serve this model here.
+        num_threads: threads of torch's operators on the CPU, or None for torch's own choice.
+        end_ids: tokens that end a sequence by the model's own word.
+        vocab_limit: no token at or above it is drawn: the tokenizer has none; None for the model's vocabulary.
+
+    On CUDA, `config.graph_bytes` of device memory hold captured graphs; 0 captures none. `max_tokens` is the least of
+    what the model takes, what `config` says and what the cache holds: see `GenerationEngine.limits.longest`.
+
+    Raises:
+        StartupError: no backend or no executor for this model here, or no room for a cache, with the reasons.
+    """
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise StartupError(f"no executor for device {device}; there is one for cpu and one for cuda")
+    spec = model.attention_spec(device, dtype)
+    attention = load_backend(backend, spec)
+    if not isinstance(attention, Paged):
+        raise StartupError(f"attention backend {backend} keeps no pages, and generating needs some")
+    for name in ("max_running", "page_size"):
+        if getattr(config, name) < 1:
+            raise StartupError(f"{name} must be at least 1, not {getattr(config, name)}")
+    lanes = config.max_running + 1
+    states = None if model.recurrent is None else StatePools(model.recurrent, lanes, dtype, device)
+    limits = GenerationLimits(
+        vocab_size=model.vocab_size,
+        max_tokens=min(model.max_tokens, config.max_tokens),
+        page_size=config.page_size,
+        num_pages=_pages(model, spec, config),
+        max_running=config.max_running,
+        batch_tokens=config.prefill_tokens,
+        prefix_cache=config.prefix_cache and states is None,
+    )
+    check_limits(limits)
+    cache = KVCache(
+        model.kv_layers, limits.num_pages, limits.page_size, spec.num_kv_heads, spec.head_dim, dtype, device
+    )
+    attention.bind(cache)
+    if limits.longest < limits.max_tokens:
+        _log.warning(
+            "the cache holds %d tokens, and no sequence can be longer; the model takes %d",
+            limits.longest,
+            limits.max_tokens,
+        )
+    side = DeviceSide(
+        model=model,
+        backend=attention,
+        latest=torch.zeros(lanes, dtype=torch.int32, device=device),
+        states=states,
+        page_size=limits.page_size,
+        vocab_limit=min(vocab_limit or model.vocab_size, model.vocab_size),
+    )
+    executor, graphs = _executor(device, config, num_threads)
+    return GenerationEngine(side, limits, executor, graphs=graphs, end_ids=end_ids, max_in_flight=config.max_in_flight)
+
+
+def _executor(
+    device: torch.device, config: EngineConfig, num_threads: int | None
+) -> tuple[Executor, LazyGraphs | None]:
+    if device.type == "cpu":
+        return CpuExecutor(num_threads=num_threads), None
+    executor = CudaExecutor(device)
+    return executor, LazyGraphs(executor.device, capturer=CudaCapturer(executor.device), max_bytes=config.graph_bytes)
+
+
+def _pages(model: GenerativeModel, spec: AttentionSpec, config: EngineConfig) -> int:
+    """Pages that fit, page 0 included: no more than all running sequences could ever fill, and as many again to find
+    prompts' beginnings in."""
+    layers, size = len(model.kv_layers), config.page_size
+    page = KVCache.page_bytes(layers, size, spec.num_kv_heads, spec.head_dim, spec.dtype)
+    longest = min(model.max_tokens, config.max_tokens)
+    useful = 1 + 2 * config.max_running * -(-longest // size)
+    budget = config.kv_cache_bytes or _default_bytes(spec.device, config)
+    pages = min(budget // page if page else useful, useful)
+    if pages < 2:
+        raise StartupError(
+            f"kv_cache_bytes of {budget}: one page of {size} tokens takes {page} bytes of this model, and two are the"
+            " least"
+        )
+    return pages
+
+
+def _default_bytes(device: torch.device, config: EngineConfig) -> int:
+    if device.type == "cpu":
+        return CPU_CACHE_BYTES
+    torch.cuda.empty_cache()  # what loading left in torch's cache is free too
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(0, int(FREE_SHARE * (free - config.graph_bytes)))

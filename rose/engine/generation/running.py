@@ -1,0 +1,225 @@
+"""The sequences that have a lane and pages: what each of them adds to a batch, and how they get room and lose it.
+
+One stream: batches run on the device in the order they were planned. So a page, a lane or a row of recurrent state may
+go to another sequence as soon as no *later* batch is planned to use it, even while a launched one still writes to it:
+whoever gets it uses it in a later batch. Plain Python; knows neither who waits nor why.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+
+from rose.engine.generation.limits import GenerationLimits
+from rose.engine.generation.pages import PagePool
+from rose.engine.generation.sequence import Chunk, Sequence, State
+
+# Pages left free when a sequence starts beside others: one for each running one, so that all can go on for a while,
+# and at least this share of the cache.
+HEADROOM_SHARE = 100
+
+
+def age(sequence: Sequence) -> tuple[int, int]:
+    """Smaller is served earlier and set back later."""
+    return sequence.rank, sequence.serial
+
+
+class Running:
+    """Lanes, pages, and who has them.
+
+    Attributes:
+        pages: the cache's pages.
+    """
+
+    def __init__(self, limits: GenerationLimits) -> None:
+        self._limits = limits
+        self._page_size = limits.page_size
+        self.pages = PagePool(limits.num_pages, limits.page_size, reuse=limits.prefix_cache)
+        self._prefilling: list[Sequence] = []
+        self._decoding: dict[int, Chunk] = {}
+        self._drained: dict[int, Sequence] = {}
+        self._spent: list[Sequence] = []
+        self._lanes = list(range(limits.max_running, 0, -1))
+
+    def __len__(self) -> int:
+        """Sequences that have tokens left to plan."""
+        return len(self._prefilling) + len(self._decoding)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._prefilling
+        for chunk in self._decoding.values():
+            yield chunk.sequence
+
+    @property
+    def holders(self) -> int:
+        """The same, and those whose last tokens are on their way."""
+        return len(self) + len(self._drained)
+
+    @property
+    def due_tokens(self) -> int:
+        """Tokens of prompts that are in no planned batch."""
+        return sum(sequence.known - sequence.computed for sequence in self._prefilling)
+
+    @property
+    def free_lanes(self) -> int:
+        return len(self._lanes)
+
+    def prompt_budget(self) -> int:
+        """Tokens that the next batch has for prompts of rank 0 that start now."""
+        due = sum(sequence.known - sequence.computed for sequence in self._prefilling if sequence.rank == 0)
+        return self._limits.batch_tokens - len(self._decoding) - due
+
+    def recycle_lanes(self) -> None:
+        """Take back the lanes of sequences that drew their last token in the batch before the one planned now."""
+        for sequence in self._spent:
+            self._release_lane(sequence)
+        self._spent.clear()
+
+    def grow(self) -> list[Sequence]:
+        """A page for every decoding sequence that has filled its last one, oldest first.
+
+        Returns:
+            The sequences that were set back for that.
+        """
+        short = [c.sequence for c in self._decoding.values() if c.sequence.computed >= c.sequence.capacity]
+        lost: list[Sequence] = []
+        if len(short) > self.pages.available:
+            short.sort(key=age)
+        for sequence in short:
+            if sequence.state is State.DECODE and self._find_page(sequence, lost):
+                sequence.pages += self.pages.take(1)
+                sequence.capacity += self._page_size
+        return lost
+
+    def _find_page(self, sequence: Sequence, lost: list[Sequence]) -> bool:
+        """Set others back until a page is free; False if the youngest is the sequence itself."""
+        if not self.pages.available:
+            # Nothing more is computed for these.
+            for drained in self._drained.values():
+                self._release_pages(drained)
+        while not self.pages.available:
+            youngest = max(self, key=age)
+            self.set_back(youngest)
+            lost.append(youngest)
+            if youngest is sequence:
+                return False
+        return True
+
+    def decode(self) -> list[Chunk]:
+        """One token of every decoding sequence; all of them have room for it."""
+        chunks = list(self._decoding.values())
+        last: list[Sequence] = []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            start = chunk.start = sequence.computed
+            sequence.computed = start + 1
+            sequence.drawn = drawn = start + 2
+            sequence.in_flight += 1
+            if drawn == sequence.max_length:
+                last.append(sequence)
+        for sequence in last:
+            del self._decoding[sequence.serial]
+            self._drain(sequence)
+        return chunks
+
+    def prefill(self, chunks: list[Chunk], budget: int) -> int:
+        """Append chunks of prompts, in the order of their age. Returns what is left of the budget."""
+        done = 0
+        for sequence in self._prefilling:
+            if budget <= 0:
+                break
+            left = sequence.known - sequence.computed
+            length = min(budget, left)
+            chunks.append(Chunk(sequence, sequence.computed, length, samples=length == left))
+            budget -= length
+            sequence.computed += length
+            sequence.in_flight += 1
+            done += length == left
+        for sequence in self._prefilling[:done]:
+            sequence.drawn += 1
+            if sequence.drawn == sequence.max_length:
+                self._drain(sequence)
+            else:
+                sequence.state = State.DECODE
+                self._decoding[sequence.serial] = Chunk(sequence, sequence.computed, 1, samples=True, from_device=True)
+        del self._prefilling[:done]
+        return budget
+
+    def pages_to_start(self, sequence: Sequence) -> list[int] | None:
+        """The pages found for a waiting sequence, if a lane and all other pages it needs now are there; else None."""
+        if not self._lanes:
+            return None
+        # At least the last token is computed, and into a page of its own: full pages are never written to.
+        found = self.pages.match(sequence.ids, sequence.digests, (sequence.known - 1) // self._page_size)
+        missing = self._limits.pages_for(sequence.known) - len(found) + self._headroom(len(self))
+        return found if self.pages.available_beside(found) >= missing else None
+
+    def could_start(self, sequence: Sequence, givers: list[Sequence]) -> bool:
+        """Whether lanes and pages of these running sequences would be enough for a waiting one."""
+        gain = sum(self.pages.held_once(giver.pages) for giver in givers)
+        wanted = self._limits.pages_for(sequence.known) + self._headroom(len(self) - len(givers))
+        return bool(givers) and self.pages.available + gain >= wanted
+
+    def start(self, sequence: Sequence, found: list[int]) -> None:
+        """Give a waiting sequence a lane, the pages that `pages_to_start` found, and the others it needs now."""
+        self.pages.share(found)
+        total = self._limits.pages_for(sequence.known)
+        sequence.pages = found + self.pages.take(total - len(found))
+        sequence.capacity = total * self._page_size
+        sequence.kept = len(found)
+        sequence.computed = len(found) * self._page_size
+        if sequence.preemptions == 0:
+            sequence.cached_tokens = sequence.computed
+        sequence.lane = self._lanes.pop()
+        sequence.state = State.PREFILL
+        insort(self._prefilling, sequence, key=age)
+
+    def set_back(self, sequence: Sequence) -> None:
+        """Take lane and pages from a running sequence; it waits, with the tokens it has as its prompt."""
+        self.leave(sequence)
+        sequence.state = State.WAITING
+        sequence.computed = 0
+        sequence.preemptions += 1
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take back whatever a sequence that is not waiting has."""
+        if sequence.state is State.DECODE:
+            del self._decoding[sequence.serial]
+        elif sequence.state is State.DRAINED:
+            del self._drained[sequence.serial]
+        else:
+            self._prefilling.remove(sequence)
+        self._release_pages(sequence)
+        self._release_lane(sequence)
+
+    def aged(self) -> None:
+        """The rank of a sequence has changed."""
+        self._prefilling.sort(key=age)
+
+    def keep(self, sequence: Sequence, computed: int) -> None:
+        """Offer the full pages among the first `computed` tokens to others: their batch has ended well."""
+        full = min(computed // self._page_size, len(sequence.pages))
+        for index in range(sequence.kept, full):
+            digest = self.pages.digest_of(sequence.ids, sequence.digests, index)
+            self.pages.keep(sequence.pages[index], digest)
+        sequence.kept = full
+
+    def _headroom(self, others: int) -> int:
+        return max(others, self.pages.total // HEADROOM_SHARE) if others else 0
+
+    def _drain(self, sequence: Sequence) -> None:
+        sequence.state = State.DRAINED
+        self._drained[sequence.serial] = sequence
+        # The batch planned now names its lane, so another may have it from the next one on.
+        self._spent.append(sequence)
+
+    def _release_pages(self, sequence: Sequence) -> None:
+        if sequence.pages:
+            self.pages.release(sequence.pages)
+            sequence.pages = []
+            sequence.capacity = sequence.kept = 0
+
+    def _release_lane(self, sequence: Sequence) -> None:
+        if sequence.lane:
+            self._lanes.append(sequence.lane)
+            sequence.lane = 0

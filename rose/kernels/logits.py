@@ -1,0 +1,34 @@
+"""Logits over the vocabulary: rows @ weight.T with fp32 out, whatever the two are stored in.
+
+Halves would tie tokens that are not equally likely: bf16 keeps 8 bits, so that logits near 20 lie 0.125 apart. The
+GPU's products sum in fp32 anyway, and only have to write it. Knows tensors; knows nothing of sampling.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_ROWS = 8192  # of the weight cast at a time: some 32 MB in fp32 at width 1024
+
+
+def logits_ref(x: Tensor, weight: Tensor) -> Tensor:
+    if x.dtype == torch.float32:
+        return F.linear(x, weight)
+    wide = x.float()
+    return torch.cat([F.linear(wide, block.float()) for block in weight.split(_ROWS)], dim=-1)
+
+
+def logits(x: Tensor, weight: Tensor) -> Tensor:
+    """
+    Args:
+        x: [S, D].
+        weight: [V, D], in x's dtype.
+
+    Returns:
+        [S, V] fp32; products and sums of halves are fp32 too.
+    """
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return logits_ref(x, weight)
