@@ -223,7 +223,7 @@ class Client:
 
     def _receive(self, connection: socket.socket, request_id: int, end: float | None) -> tuple[FrameType, bytes]:
         view = memoryview(self._buffer)
-        filled = self._spin(connection, view) if self._spin_s else 0
+        filled = self._spin(connection, view, end) if self._spin_s else 0
         filled = self._fill(connection, view, filled, HEADER_BYTES, end)
         try:
             length, kind, answered, _ = decode_header(view, 0, self._max_payload)
@@ -242,9 +242,10 @@ class Client:
             raise InternalError(f"{self.address} answered request {answered} instead of {request_id}")
         return kind, body
 
-    def _spin(self, connection: socket.socket, view: memoryview) -> int:
+    def _spin(self, connection: socket.socket, view: memoryview, end: float | None) -> int:
         """Bytes that came while asking; 0 where none did in time."""
         until = time.monotonic() + self._spin_s
+        until = until if end is None else min(until, end)
         while True:
             with contextlib.suppress(BlockingIOError):
                 count = connection.recv_into(view, 0, socket.MSG_DONTWAIT)

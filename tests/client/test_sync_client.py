@@ -23,8 +23,9 @@ def path(request, tmp_path):
     return "" if request.param == "tcp" else str(tmp_path / "link.sock")
 
 
-def test_answers_on_one_connection(path):
-    with ScriptedServer(echo, path) as server, Client(server.address) as client:
+@pytest.mark.parametrize("spin_s", [0.0, 0.05])
+def test_answers_on_one_connection(path, spin_s):
+    with ScriptedServer(echo, path) as server, Client(server.address, spin_s=spin_s) as client:
         for n in range(1, 50):
             np.testing.assert_array_equal(client.embed([[2] * n, [7]]).vectors, [[n, 2 * n], [1, 7]])
         assert client.info().model == "echo"
@@ -32,7 +33,8 @@ def test_answers_on_one_connection(path):
         assert [frame.request_id for frame in server.frames] == list(range(1, 51))
 
 
-def test_answers_larger_than_one_read_and_in_any_pieces():
+@pytest.mark.parametrize("spin_s", [0.0, 0.05])
+def test_answers_larger_than_one_read_and_in_any_pieces(spin_s):
     def trickle(connection, frame):
         data = encode_frame(FrameType.EMBED_RESULT, frame.request_id, echo_payload(frame))
         cuts = [0, 1, 19, 21, 1000, 70_000, len(data)]
@@ -41,7 +43,7 @@ def test_answers_larger_than_one_read_and_in_any_pieces():
             time.sleep(0.002)
 
     sequences = [[i] for i in range(20_000)]
-    with ScriptedServer(trickle) as server, Client(server.address) as client:
+    with ScriptedServer(trickle) as server, Client(server.address, spin_s=spin_s) as client:
         assert client.embed(sequences).vectors[:, 1].tolist() == list(range(20_000))
         assert client.embed([[5]]).vectors.tolist() == [[1, 5]]
 
@@ -59,8 +61,9 @@ def test_errors_are_rebuilt_and_the_connection_goes_on():
         assert server.connections == 1
 
 
-def test_the_deadline_travels_and_also_ends_the_wait():
-    with ScriptedServer(silent) as server, Client(server.address) as client:
+@pytest.mark.parametrize("spin_s", [0.0, 0.01, 10.0])
+def test_the_deadline_travels_and_also_ends_the_wait(spin_s):
+    with ScriptedServer(silent) as server, Client(server.address, spin_s=spin_s) as client:
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded, match="before the deadline"):
             client.embed([[1]], deadline_s=0.05)

@@ -1,0 +1,80 @@
+"""Large products with their activation in the epilogue, against fp64; who comes here and who does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rose.kernels import gemm_epilogue, linear
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+def on_hopper_with_quack():
+    x = torch.empty(1, 64, dtype=torch.bfloat16, device="cuda")
+    if not gemm_epilogue.serves(x, 64, "gelu", gated=False):
+        pytest.skip("needs Hopper and quack")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("tokens", "n", "k"), [(1025, 384, 256), (4097, 4096, 1024)])
+def test_activation(activation, tokens, n, k):
+    on_hopper_with_quack()
+    torch.manual_seed(0)
+    x, w, bias = (torch.randn(*s, device="cuda").bfloat16() for s in ((tokens, k), (n, k), (n,)))
+    w *= k**-0.5
+    out = gemm_epilogue.linear_epilogue(x, w, bias, activation)
+    expected = ACTIVATIONS[activation](x.double() @ w.double().t() + bias.double())
+    assert out.shape == (tokens, n)
+    assert (out.double() - expected).norm() / expected.norm() < 4e-3
+    assert torch.equal(out, gemm_epilogue.linear_epilogue(x, w, bias, activation))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "n", "k"), [(1025, 192, 256), (4097, 3072, 1024)])
+def test_gated(tokens, n, k):
+    on_hopper_with_quack()
+    torch.manual_seed(0)
+    x, w = (torch.randn(*s, device="cuda").bfloat16() for s in ((tokens, k), (2 * n, k)))
+    w *= k**-0.5
+    gate, up = (x.double() @ w.double().t()).chunk(2, -1)
+    expected = F.silu(gate) * up
+    out = gemm_epilogue.linear_gated_epilogue(x, w, "silu")
+    assert (out.double() - expected).norm() / expected.norm() < 4e-3
+
+
+def test_a_cpu_is_not_served():
+    assert not gemm_epilogue.serves(torch.empty(2000, 64, dtype=torch.bfloat16), 64, "gelu", gated=False)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "activation", "gated"), [(64, 64, None, False), (63, 64, "gelu", False), (64, 64, "gelu", True)]
+)
+def test_what_it_cannot_do_stays_apart(monkeypatch, n, k, activation, gated):
+    """No epilogue without an activation, none for shapes off its tiles, and no gated pair of the erf form."""
+    monkeypatch.setattr(gemm_epilogue, "_on_hopper", lambda device: True)
+    monkeypatch.setattr(gemm_epilogue, "_quack", lambda: object())
+    x = torch.empty(2000, k, dtype=torch.bfloat16)
+    assert gemm_epilogue.serves(x, 64, "silu", gated=True)
+    assert not gemm_epilogue.serves(x, n, activation, gated=gated)
+
+
+def test_large_products_come_here(monkeypatch):
+    """With its activation, to the one that serves it; without one, to the library."""
+    called = []
+    monkeypatch.setattr(gemm_epilogue, "serves", lambda x, n, activation, gated: activation is not None)
+    monkeypatch.setattr(gemm_epilogue, "linear_epilogue", lambda *args: called.append("linear"))
+    monkeypatch.setattr(gemm_epilogue, "linear_gated_epilogue", lambda *args: called.append("gated"))
+    monkeypatch.setattr(linear, "runs_onednn", lambda x: False)
+    x, w = torch.randn(3, 64), torch.randn(128, 64)
+    linear.linear(x, w, None, "gelu")
+    linear.linear_gated(x, w, "silu")
+    assert called == ["linear", "gated"]
+    assert torch.equal(linear.linear(x, w), F.linear(x, w))
