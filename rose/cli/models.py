@@ -74,9 +74,14 @@ def _print_facts(facts: list[tuple[str, object]]) -> None:
 
 
 def _folder_facts(folder: ModelFolder) -> list[tuple[str, object]]:
+    from rose.config.generation_facts import generation_facts
     from rose.config.reranker_facts import reranker_facts
 
     shape = folder.architecture
+    if folder.generation is not None:
+        served = generation_facts(folder.generation, shape.vocab_size)
+    else:
+        served = reranker_facts(folder.reranker) if folder.reranker else _embedder_facts(folder)
     attention = "causal" if shape.causal else "bidirectional"
     heads = f"{shape.num_heads} query and {shape.num_kv_heads} key/value heads of {shape.head_dim}"
     return [
@@ -85,19 +90,19 @@ def _folder_facts(folder: ModelFolder) -> list[tuple[str, object]]:
         ("attention", f"{attention} ({shape.causal_source})"),
         ("vocabulary", shape.vocab_size),
         ("max tokens", folder.max_tokens),
-        *(reranker_facts(folder.reranker) if folder.reranker else _embedder_facts(folder)),
+        *served,
         ("stored dtype", shape.dtype),
         ("tokenizer", f"sha256 {folder.tokenizer_sha256}" if folder.tokenizer_sha256 else "none"),
     ]
 
 
-def _embedder_facts(folder: ModelFolder) -> list[tuple[str, object]]:
+def _embedder_facts(folder: ModelFolder) -> list[tuple[str, str]]:
     pooling = folder.pooling
     return [
         ("pooling", f"{' + '.join(pooling.modes)} ({pooling.source})" if pooling else "not stated"),
         *(("dense", f"{d.in_features} to {d.out_features}, {d.activation or 'linear'}") for d in folder.dense),
         ("normalised", "yes" if folder.normalize else "no"),
-        ("dimensions", folder.dimension),
+        ("dimensions", str(folder.dimension)),
         ("similarity", folder.similarity or "not stated"),
         *(("prompt", f"{name}: {text!r}") for name, text in folder.prompts.items()),
     ]

@@ -18,6 +18,8 @@ _HEAD = (
     "in tests/models",
 )
 _CONTEXTUAL = "PPLXQwen3ContextualModel"
+_LLAMAS = ("Llama", "Mistral", "Qwen2")
+_YES_NO = "yes minus no of the language model's head on the last token"
 _CLASSIFIERS = {
     "bert": "pooler, tanh and classifier on the first token",
     "roberta": "dense, tanh and out_proj on the first token",
@@ -30,9 +32,10 @@ def model_table() -> str:
     rows = [_HEAD, ("---",) * len(_HEAD)]
     for model_type, entry in BACKBONES.items():
         rows += [_row(model_type, entry, name, *_embeds(model_type, name)) for name in entry.architectures]
-        if model_type == "qwen3":
-            scores = ("score", "yes minus no of the language model's head on the last token")
-            rows.append(_row(model_type, entry, "Qwen3ForCausalLM", *scores))
+        for name in entry.generates:
+            rows.append(_row(model_type, entry, name, "text", "language model's head"))
+            if entry.classifiers:
+                rows.append(_row(model_type, entry, name, "score", _YES_NO))
         rows += [_row(model_type, entry, n, "score", _CLASSIFIERS[entry.classifier]) for n in entry.classifiers]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
@@ -49,7 +52,8 @@ def _embeds(model_type: str, name: str) -> tuple[str, str]:
 
 def _row(model_type: str, entry: Entry, name: str, answers: str, head: str) -> tuple[str, ...]:
     refused = "; float16 refused" if entry.refused else ""
-    oracles = [oracle for oracle in entry.oracles if oracle != "FlagEmbedding" or name == "XLMRobertaModel"]
+    apart = {"FlagEmbedding": name == "XLMRobertaModel", "sentence-transformers": answers != "text"}
+    oracles = [oracle for oracle in entry.oracles if apart.get(oracle, True)]
     return (
         f"`{name}`",
         f"`{model_type}`",
@@ -63,6 +67,12 @@ def _row(model_type: str, entry: Entry, name: str, answers: str, head: str) -> t
 
 
 def _tests(name: str, answers: str) -> tuple[str, ...]:
+    if name.startswith("Qwen3_5"):
+        return ("test_qwen3_5.py",)
+    if answers == "text":
+        return ("test_causal_lm.py", "test_smollm2.py") if name == "LlamaForCausalLM" else ("test_causal_lm.py",)
+    if name.startswith(_LLAMAS):
+        return ("test_llama_heads.py",) if answers == "score" else ("test_llama.py", "test_llama_heads.py")
     if answers == "score":
         return ("test_rerankers.py",)
     if name.startswith("PPLX"):

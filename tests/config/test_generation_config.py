@@ -6,6 +6,7 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from rose.config import read_model_folder, served_task
+from rose.config.generation_facts import generation_facts
 from rose.errors import CheckpointError
 from tests.support.tiny_checkpoints import edit_json, tiny_bert, write_json
 from tests.support.tiny_families import tiny_cross_encoder_bert, tiny_qwen3_embedding, tiny_qwen3_reranker
@@ -154,3 +155,25 @@ def test_special_tokens_and_who_puts_the_first(tmp_path):
     write_tokenizer_config(path, 256, bos_token=None)
     write_json(path / "special_tokens_map.json", {})
     assert generation(path).bos_id == ids["<|endoftext|>"]  # of config.json
+
+
+def test_facts_tell_what_would_be_a_surprise(tmp_path):
+    path = tiny_lm(tmp_path / "m")
+    write_generation_config(path, temperature=0.6, repetition_penalty=1.1)
+    folder = read_model_folder(path)
+    facts = dict(generation_facts(folder.generation, folder.architecture.vocab_size))
+    end, begin = sample_ids(path)["<|im_end|>"], sample_ids(path)["<|endoftext|>"]
+    assert facts == {
+        "task": "generate (config.json: LlamaForCausalLM, and no file names a pooling or a score)",
+        "end tokens": f"{end} (config.json: eos_token_id)",
+        "chat templates": "default",
+        "begins with": f"nothing; '<|endoftext|>' (id {begin}) is not added by itself",
+        "never drawn": f"ids from {folder.generation.vocab_limit} on: the tokenizer has no such tokens",
+        "defaults": "temperature 0.6",
+        "not applied": "repetition_penalty (generation_config.json)",
+    }
+    write_tokenizer_config(path, 256, chat_template=None, eos_token=None)
+    edit_json(path / "config.json", eos_token_id=None)
+    facts = dict(generation_facts(generation(path), 0))
+    assert facts["end tokens"] == "none: only length and stops end a text (no file names one)"
+    assert facts["chat templates"] == "none: no chats, only completions"

@@ -29,6 +29,7 @@ MODULES = (
     "gated_qk_norm_rope",
     "gemm",
     "gemm_sm90",
+    "latest",
     "paged_decode",
     "paged_prefill",
     "pool",
@@ -137,6 +138,14 @@ def test_qk_norm_rope(compiled, heads, kv_heads, head_dim):
     qkv, table, w = bf16(5, (heads + 2 * kv_heads) * head_dim), torch.empty(64, head_dim), bf16(head_dim)
     qk_norm_rope_triton(qkv, ints(5), table, w, w, 1e-6, heads, kv_heads)
     check(compiled, 1)
+
+
+def test_latest(compiled):
+    from rose.kernels.latest import keep_latest_triton, take_latest_triton
+
+    take_latest_triton(ints(64), ints(65))
+    keep_latest_triton(ints(64 * 12).view(64, 12)[:, 0], ints(64), ints(65))
+    check(compiled, 2)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(16, 4), (8, 2)])

@@ -77,3 +77,35 @@ def _value(kind: int, value: Any) -> bytes:
 
 def _items(kind: int, items: Iterable[Any]) -> bytes:
     return b"".join(_value(kind, item) for item in items)
+
+
+def gguf_with_tensors(
+    pairs: Mapping[str, tuple[int, Any]],
+    tensors: Mapping[str, tuple[int, Sequence[int], bytes]],
+    *,
+    alignment: int = 32,
+) -> bytes:
+    """A file with tensors behind its pairs.
+
+    Args:
+        tensors: name -> (type number, shape as numpy has it, data).
+    """
+    head = gguf(pairs)
+    head = head[:8] + struct.pack("<Q", len(tensors)) + head[16:]
+    offset, data = 0, b""
+    for name, (kind, shape, values) in tensors.items():
+        data += bytes(offset - len(data)) + values
+        sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        head += _text(name) + sizes + struct.pack("<IQ", kind, offset)
+        offset = -(-len(data) // alignment) * alignment
+    return head + bytes(-len(head) % alignment) + data
+
+
+def q8_0(values: Sequence[int], scale: float) -> bytes:
+    """One block of 32 values -128 .. 127."""
+    return struct.pack("<e32b", scale, *values)
+
+
+def q4_1(values: Sequence[int], scale: float, least: float) -> bytes:
+    """One block of 32 values 0 .. 15."""
+    return struct.pack("<2e", scale, least) + bytes(values[j] | values[j + 16] << 4 for j in range(16))

@@ -212,6 +212,7 @@ class GenerationEngine:
             **asdict(scheduler.metrics),
             **{f"prefix_{name}": value for name, value in asdict(pages.metrics).items()},
             **{f"graph_{name}": value for name, value in asdict(self.graphs.metrics).items()},
+            "device_us": round(self._pipeline.device_seconds * 1e6),
             "running": scheduler.running,
             "waiting": scheduler.queued_requests,
             "pages_used": pages.total - pages.available,

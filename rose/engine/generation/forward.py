@@ -20,6 +20,7 @@ from rose.engine.generation.sampler import draw_tokens
 from rose.engine.generation.staging import Staged
 from rose.engine.generation.states import StatePools
 from rose.engine.graphs import Forward, Outputs
+from rose.kernels.latest import keep_latest, take_latest
 from rose.models.base import GenerativeModel
 
 # Name of the one output of a batch.
@@ -84,11 +85,11 @@ class GenerationForward:
     def run(self) -> Outputs:
         """-> `DRAWN`: [S, columns] int32, see rose.engine.generation.sampler."""
         side, parts = self._side, self._parts
-        self._batch.ids = _known(parts["ids"], side.latest)
+        self._batch.ids = take_latest(parts["ids"], side.latest)
         logits = side.model(self._batch, parts["rows"])
         drawn = draw_tokens(logits, parts, self._staged.key.draw, side.vocab_limit)
-        # A row that gave no token ends; what its next batch, which may be launched already, starts from must be an id.
-        side.latest.index_copy_(0, parts["lanes"].long(), drawn[:, 0].clamp_min(0))
+        # A row that gave no token ends, but its next batch may be launched already and has to start from some id.
+        keep_latest(drawn[:, 0], parts["lanes"], side.latest)
         return {DRAWN: drawn}
 
 
@@ -110,8 +111,3 @@ class HostRows:
 
     def _buffer(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int32, pin_memory=self._pin)
-
-
-def _known(ids: Tensor, latest: Tensor) -> Tensor:
-    """`ids` with each negative one, -1 - lane, replaced by the latest token of that lane."""
-    return torch.where(ids < 0, latest[(-1 - ids).clamp_min(0).long()], ids)
