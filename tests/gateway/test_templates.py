@@ -61,6 +61,7 @@ THINKING = """\
 {%- endif %}
 """
 TEXTS = ("Hello", "  hi there \n", "猫🦜 e\u0301", "a\n\nb", "<b>&\"'", "{{ 7 * 7 }}", "x" * 40, "1234", "\n")
+DOUBLING = "{% set ns = namespace(a='aaaa') %}{% for i in range(9) %}{% set ns.a = ns.a OP ns.a %}{% endfor %}"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
 
@@ -235,8 +236,8 @@ def test_what_the_template_says_is_wrong_is_told(thinking):
         ("{% for i in range(9999) %}abc{% endfor %}", "1000 characters"),
         ("{{ 'a' * 10**9 }}", "1000 characters"),
         ("{{ 9 ** 999999999 }}", "power"),
-        ("{% set ns = namespace(a='aaaa') %}{% for i in range(9) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}", "1000 char"),
-        ("{% set ns = namespace(a='aaaa') %}{% for i in range(9) %}{% set ns.a = ns.a + ns.a %}{% endfor %}", "1000 char"),
+        (DOUBLING.replace("OP", "~"), "1000 characters"),
+        (DOUBLING.replace("OP", "+"), "1000 characters"),
     ],
 )  # fmt: skip
 def test_templates_that_go_wrong_are_an_error_of_the_request(source, words, tmp_path):
