@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""What has to be seen on a GPU machine, in four parts of at most four minutes each.
+"""What has to be seen on a GPU machine, in parts of at most four minutes each.
 
     python scripts/gpu_check.py --part tests      numbers and behaviour: everything marked `gpu`
     python scripts/gpu_check.py --part kernels    time of every kernel against its floor and a rival
     python scripts/gpu_check.py --part loads      the published loads, in process and over every carrier
     python scripts/gpu_check.py --part models     every family: tiny ones within the parity rules, full sizes timed
+    python scripts/gpu_check.py --part throughput    four clients with batches of 100, and where the device's time goes
+    python scripts/gpu_check.py --part concurrency   1 to 16 texts in flight over HTTP
+    python scripts/gpu_check.py --part decode     language models: first token and each further one
 
 Results are written as they come, under --out (default: benchmarks/results/h200). Each step is a command of its own,
 printed before it runs, so that any of them can be repeated by hand.
@@ -26,6 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PART_SECONDS = 240.0
+LOAD_PARTS = ("throughput", "concurrency", "decode")
 
 
 def steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[str]]]:
@@ -50,6 +54,8 @@ def steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[str]]]:
         sizes = ["--tokens", "128", "512", "--via", "engine", "--n", "500", "--out", str(out / "loads.jsonl")]
         for model in ("minilm", "e5-small", "qwen3-embedding-0.6b", "bge-m3", "pplx-embed-0.6b", "pplx-embed-4b"):
             yield f"models/{model}", [python, "-m", "rose.bench.gpu_loads", "latency", "--model", model, *sizes]
+    elif part in LOAD_PARTS:
+        yield from load_steps(part, out, quick)
     else:
         rows = ["--out", str(out / "loads.jsonl")]
         short = ["--n", "200"] if quick else []
@@ -59,6 +65,28 @@ def steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[str]]]:
                     f"loads/{load}/{model}",
                     [python, "-m", "rose.bench.gpu_loads", load, "--model", model, *short, *rows],
                 )
+
+
+def load_steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[str]]]:
+    """(name, command) of the loads with several clients and of decoding."""
+    bench = [sys.executable, "-m", "rose.bench.commands", part]
+    rows = ["--out", str(out / "loads.jsonl")]
+    if part == "throughput":
+        window = ["--seconds", "2", "--warm", "1"] if quick else ["--seconds", "8", "--warm", "3"]
+        for model in ("bge-m3", "pplx-embed-0.6b"):
+            yield f"throughput/{model}", [*bench, "--model", model, *window, "--profile", *rows]
+        few = ["--tokens", "512", "--via", "http", "grpc"]
+        yield "throughput/carriers", [*bench, "--model", "bge-m3", *window, *few, *rows]
+    elif part == "concurrency":
+        window = ["--seconds", "1", "--warm", "1"] if quick else ["--seconds", "6", "--warm", "2"]
+        for model in ("bge-m3", "pplx-embed-0.6b"):
+            yield f"concurrency/{model}", [*bench, "--model", model, *window, *rows]
+    else:
+        short = ["--rounds", "2", "--seconds", "1"] if quick else ["--seconds", "3"]
+        for model in ("qwen3-0.6b", "qwen3-8b", "qwen3.5-4b"):
+            yield f"decode/{model}", [*bench, "--model", model, "--via", "engine", *short, *rows]
+        carried = ["--model", "qwen3-0.6b", "--via", "link", "http", "--prompt", "128"]
+        yield "decode/carriers", [*bench, *carried, *short, *rows]
 
 
 def run(name: str, command: list[str], seconds: float, log: Path) -> dict[str, object]:
@@ -96,7 +124,7 @@ def run(name: str, command: list[str], seconds: float, log: Path) -> dict[str, o
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", required=True, choices=("tests", "kernels", "loads", "models"))
+    parser.add_argument("--part", required=True, choices=("tests", "kernels", "loads", "models", *LOAD_PARTS))
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "h200")
     parser.add_argument("--only", nargs="+", default=[], help="steps whose name contains one of these")
     parser.add_argument("--seconds", type=float, default=PART_SECONDS, help="of the whole part")

@@ -105,6 +105,7 @@ class EngineWay:
     def close(self) -> None:
         self._owner.__exit__(None, None, None)
         self._engine.close()
+        del self._engine  # whoever still holds this way holds no cache of most of the device's memory
 
 
 class LinkWay:

@@ -1,4 +1,5 @@
-"""Pictures of measured rows: latency against length with the floor line, and scoring against batch size.
+"""Pictures of measured rows: latency against length with the floor line, and scoring against batch size; those of the
+other loads are in plots_batch.py.
 
     python -m rose.bench.plots benchmarks/results/h200/loads.jsonl --out docs/images
 
@@ -13,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rose.bench.floors import floor_ms
+from rose.bench.plots_batch import COLORS, WAYS, draw_batches
 from rose.bench.records import Row, read_rows
 from rose.bench.shapes import SHAPES
 
-WAYS = {"engine": "in process", "link": "light link", "grpc": "gRPC", "http": "HTTP"}
-COLORS = {"engine": "#1b6ca8", "link": "#2a9d5c", "grpc": "#e07a1f", "http": "#b5314c"}
 # Published p50 over gRPC and HTTP, ms: (name, tokens -> ms), by model.
 PUBLISHED: Mapping[str, Sequence[tuple[str, Mapping[int, float]]]] = {
     "bge-m3": (("Tulip (published)", {128: 1.53, 4096: 9.57}), ("vLLM 0.22 (published)", {128: 4.60, 4096: 11.71})),
@@ -48,7 +48,7 @@ def draw(rows: Sequence[Row], out: Path) -> list[Path]:
 
     out.mkdir(parents=True, exist_ok=True)
     written = []
-    for model in sorted({row.model for row in rows if row.model in SHAPES}):
+    for model in sorted({row.model for row in rows if row.model in SHAPES and row.load in ("latency", "scoring")}):
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
         _latency(left, chosen(rows, model, "latency"), model)
         _scoring(right, chosen(rows, model, "scoring"), model)
@@ -99,7 +99,8 @@ def main() -> int:
     parser.add_argument("rows", type=Path, help="JSONL of rose bench")
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     arguments = parser.parse_args()
-    for path in draw(read_rows(arguments.rows), arguments.out):
+    rows = read_rows(arguments.rows)
+    for path in (*draw(rows, arguments.out), *draw_batches(rows, arguments.out)):
         print(path)
     return 0
 

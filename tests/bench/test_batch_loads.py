@@ -1,0 +1,244 @@
+"""Throughput and concurrency: windows, meters, clients that fail, and the commands themselves on tiny models."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rose.bench import breakdown, commands, load_client, records
+from rose.bench.fleet import ClientFailedError, run_fleet, window
+from rose.bench.floors import decode_floor_ms, floor_ms
+from rose.bench.llm_shapes import LLM_SHAPES
+from rose.bench.meter import Meter
+from rose.bench.plots import main as plots_main
+from rose.bench.plots_batch import draw_batches
+from rose.bench.shapes import SHAPES
+
+
+def test_a_window_counts_the_part_of_a_request_that_lies_within():
+    spans = [(0.0, 2.0), (1.5, 1.75), (2.5, 4.5), (5.0, 6.0)]
+    found = window(spans, 1.0, 3.5)
+    assert found.requests == pytest.approx(0.5 + 1 + 0.5)
+    assert list(found.seconds) == [0.25, 2.0], "latencies are of those that began within, wherever they end"
+    assert found.length == 2.5
+
+
+def test_requests_travel_to_a_client_byte_by_byte(tmp_path):
+    sent = [b"", b"x" * 70_000, bytes(range(256))]
+    load_client.write_requests(tmp_path / "r", sent)
+    assert load_client.read_requests(tmp_path / "r") == sent
+
+
+def test_a_client_sends_in_turn_until_the_end_and_notes_every_time():
+    seen = []
+    starts, ends = load_client.run(lambda one: seen.append(one) or time.sleep(0.004), "ab", time.monotonic() + 0.05)
+    assert "".join(seen) == ("ab" * 20)[: len(seen)]
+    assert len(starts) == len(ends) == len(seen) > 3
+    assert all(end - start >= 0.004 for start, end in zip(starts, ends, strict=True))
+
+
+def test_a_client_that_cannot_connect_is_told_with_its_own_words(tmp_path):
+    with pytest.raises(ClientFailedError, match="nothing listens"):
+        run_fleet("link", f"unix:{tmp_path}/nobody", [[b""]], warm_up_s=0, seconds=0.1)
+
+
+def test_a_meter_reads_both_ends_of_its_window():
+    told = iter(
+        [
+            {"device_us": 1_000, "graph_hits": 5, "graph_plain": 1, "graph_captures": 1},
+            {"device_us": 51_000, "graph_hits": 11, "graph_plain": 2, "graph_captures": 2},
+        ]
+    )
+    meter = Meter(lambda: next(told), nvml=False)
+    begin = time.monotonic() + 0.02
+    meter.watch(begin, begin + 0.1)
+    assert meter.busy_share == pytest.approx(0.5, rel=0.2)
+    assert meter.graph_share == 0.75
+    assert meter.gpu_util is None
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "per_s"),
+    [  # by hand from bytes and products, with the chip's measured ceilings
+        ("bge-m3", 512, 2340),
+        ("bge-m3", 1024, 1086),
+        ("bge-m3", 4096, 190),
+        ("pplx-embed-0.6b", 512, 1534),
+        ("pplx-embed-0.6b", 1024, 686),
+        ("pplx-embed-0.6b", 4096, 105),
+    ],
+)
+def test_floors_of_batches(model, tokens, per_s):
+    assert 1e5 / floor_ms(SHAPES[model].config, tokens, 100) == pytest.approx(per_s, rel=0.005)
+
+
+@pytest.mark.parametrize(("model", "ms"), [("qwen3-0.6b", 0.28), ("qwen3-8b", 3.60), ("qwen3.5-4b", 2.0)])
+def test_floors_of_decoding(model, ms):
+    assert decode_floor_ms(LLM_SHAPES[model].config, 1, 1) == pytest.approx(ms, rel=0.02)
+
+
+def test_a_cache_costs_its_bytes():
+    config = LLM_SHAPES["qwen3-0.6b"].config
+    more = decode_floor_ms(config, 64, 2048) - decode_floor_ms(config, 64, 0)
+    assert more == pytest.approx(64 * 2048 * 28 * 2 * 8 * 128 * 2 / 4.21e12 * 1e3, rel=1e-6)
+
+
+def test_kernels_are_named_shortly_and_added_up():
+    gemm = "void cutlass::device_kernel<at::cuda::Gemm<float, 3> >(Params<int>)"
+    times = breakdown.kernel_times([(gemm, 2, 300.0), ("flash_fwd_kernel<x>", 1, 600.0), (gemm, 1, 100.0)])
+    assert [(one.name, one.calls, one.ms, one.share) for one in times] == [
+        ("flash_fwd_kernel", 1, 0.6, 0.6),
+        ("cutlass::device_kernel", 3, 0.4, 0.4),
+    ]
+    assert breakdown.shares_by_kind(times) == {"attention": 0.6, "product": 0.4}
+    assert breakdown.kind_of("_add_layer_norm_kernel") == "norm"
+    assert breakdown.kind_of("something_else") == "other"
+
+
+def run(load, *options):
+    return commands.run_load(load, list(options), f"x {load}", prog="x", about="x")
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory):
+    return tmp_path_factory.mktemp("loads")
+
+
+def test_throughput_from_folder_to_row_and_profile(scratch, capfd):
+    out = scratch / "rows.jsonl"
+    size = ["--tokens", "48", "--batch", "6", "--clients", "2", "--seconds", "0.5", "--warm", "0.2"]
+    ways = ["--via", "link", "http", "--folders", str(scratch / "made"), "--out", str(out), "--profile"]
+    assert run("throughput", "--model", "tiny-bge-m3", *size, *ways) == 0
+    rows = {row.via: row for row in records.read_rows(out)}
+    assert set(rows) == {"link", "http"}
+    for row in rows.values():
+        assert (row.load, row.tokens, row.batch, row.in_flight) == ("throughput-48", 48, 6, 2)
+        assert row.cosine is not None
+        assert row.cosine > 0.99999
+        assert row.n > 5
+        assert row.tokens_per_s == pytest.approx(row.per_s * 48, rel=0.01)
+        # Two clients in a closed loop: the rate is what the latencies say.
+        assert row.per_s == pytest.approx(2 * 6 / (row.p50_ms / 1e3), rel=0.6)
+        assert row.busy_share is not None
+        assert 0.05 < row.busy_share <= 1.05
+        assert row.floor_share is None, "the floors are a GPU's"
+    told = json.loads((scratch / "kernels_tiny-bge-m3_6x48.json").read_text())
+    assert told["share_by_kind"]["product"] > 0.05
+    assert 0 < told["kernels_ms"] <= told["profiled_ms"] * 2
+    assert "throughput-48" in capfd.readouterr().out
+
+
+def test_concurrency_from_text_to_row(scratch):
+    out = scratch / "texts.jsonl"
+    size = ["--tokens", "64", "--in-flight", "1", "2", "--seconds", "0.5", "--warm", "0.2"]
+    where = ["--folders", str(scratch / "made"), "--out", str(out)]
+    assert run("concurrency", "--model", "tiny-pplx-embed", *size, *where) == 0
+    rows = records.read_rows(out)
+    assert [(row.load, row.in_flight, row.batch) for row in rows] == [("concurrency-1", 1, 1), ("concurrency-2", 2, 1)]
+    for row in rows:
+        assert row.via == "http"
+        assert row.n > 10
+        assert row.cosine is not None
+        assert row.cosine > 0.99999
+        assert row.p50_ms <= row.p90_ms <= row.p99_ms <= row.max_ms
+
+
+def test_rows_leave_out_what_they_do_not_have(tmp_path):
+    facts = {"run_id": "r", "commit": "c", "date": "d", "command": "x", "machine": "m, n", "dtype": "bfloat16"}
+    size = {"tokens": 128, "batch": 1, "in_flight": 8, "via": "engine", "backend": "b", "graph_hit_share": 1.0}
+    times = {"p50_ms": 1.0, "p90_ms": 1.0, "p99_ms": 1.0, "max_ms": 1.0, "per_s": 1.0, "n": 1}
+    row = records.Row(**facts, **size, **times, load="decode", model="qwen3-0.6b", new_tokens=128, step_ms=1.5)
+    other = records.Row(**facts, **size, **times, load="decode", model="qwen3-0.6b", new_tokens=32, step_ms=1.4)
+    records.write_rows(tmp_path / "r", [row, other])
+    assert sorted(records.read_rows(tmp_path / "r"), key=lambda one: -(one.new_tokens or 0)) == [row, other]
+    assert "cosine" not in json.loads((tmp_path / "r").read_text().splitlines()[0])
+
+
+def test_pictures_of_every_load(tmp_path, monkeypatch):
+    facts = {"run_id": "r", "commit": "c", "date": "d", "command": "x", "machine": "m, n", "dtype": "bfloat16"}
+    base = {**facts, "backend": "b", "graph_hit_share": 1.0, "p90_ms": 2.0, "p99_ms": 3.0, "max_ms": 4.0, "n": 9}
+    rows = [
+        records.Row(
+            **base, load=f"throughput-{n}", model="bge-m3", tokens=n, batch=100, in_flight=4, via=via, p50_ms=1, per_s=r
+        )
+        for n, r in ((512, 1700.0), (4096, 140.0))
+        for via in ("link", "http")
+    ]
+    rows += [
+        records.Row(
+            **base,
+            load=f"concurrency-{n}",
+            model="bge-m3",
+            tokens=512,
+            batch=1,
+            in_flight=n,
+            via="http",
+            p50_ms=n,
+            per_s=9.0,
+        )
+        for n in (1, 16)
+    ]
+    rows += [
+        records.Row(
+            **base,
+            load="decode",
+            model="qwen3-8b",
+            tokens=128,
+            batch=1,
+            in_flight=n,
+            via="link",
+            p50_ms=n,
+            per_s=9.0,
+            step_ms=4.0,
+            new_tokens=128,
+        )
+        for n in (1, 64)
+    ]
+    written = draw_batches(rows, tmp_path)
+    assert [path.name for path in written] == ["throughput_bge-m3.svg", "concurrency_bge-m3.svg", "decode_qwen3-8b.svg"]
+    assert all(path.stat().st_size > 10_000 for path in written)
+    records.write_rows(tmp_path / "rows", rows)
+    monkeypatch.setattr("sys.argv", ["plots", str(tmp_path / "rows"), "--out", str(tmp_path / "again")])
+    assert plots_main() == 0
+    assert len(list((tmp_path / "again").iterdir())) == 3
+
+
+@pytest.mark.parametrize("part", ["throughput", "concurrency", "decode"])
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_gpu_check_gives_options_that_there_are(part, quick):
+    path = Path(__file__).parents[2] / "scripts" / "gpu_check.py"
+    spec = importlib.util.spec_from_file_location("gpu_check", path)
+    assert spec is not None
+    assert spec.loader is not None
+    gpu_check = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gpu_check)
+    module = importlib.import_module(f"rose.bench.{part}")
+    steps = list(gpu_check.steps(part, Path("out"), quick))
+    assert len(steps) >= 2
+    for _, command in steps:
+        assert command[1:4] == ["-m", "rose.bench.commands", part]
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        module.add_arguments(parser)
+        options = parser.parse_args(command[4:])
+        assert options.out == Path("out/loads.jsonl")
+        assert set(options.model) <= {*SHAPES, *LLM_SHAPES}
+
+
+def test_requests_of_clients_are_not_each_others():
+    from rose.bench.loads import Load
+    from rose.bench.throughput import packed_requests
+    from rose.proto import rose_pb2 as pb
+
+    load = Load("throughput-16", 16, 3, 4)
+    made = [packed_requests("link", "m", load, 1000, client) for client in range(3)]
+    assert len({blob for own in made for blob in own}) == 12
+    again = pb.EmbedRequest.FromString(made[1][2])
+    assert list(again.tokens.lengths) == [16, 16, 16]
+    body = json.loads(packed_requests("http", "m", load, 1000, 1)[2])
+    assert np.frombuffer(again.tokens.ids, "<i4").tolist() == [i for ids in body["input"] for i in ids]
