@@ -25,7 +25,7 @@ from rose.kernels.launch import (
 from rose.kernels.short_attention import sequence_of
 
 # Tokens and channels of one program.
-_TOKENS, _CHANNELS, _STEP_CHANNELS = 32, 128, 256
+_TOKENS, _CHANNELS, _STEP_CHANNELS = 16, 128, 256
 # Boundaries looked at in one load, always so many: one compiled kernel for any number of sequences.
 _CHUNK = 1024
 

@@ -15,76 +15,28 @@ registers. Chunks are cut from each sequence's own first token, and the grid com
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rose.kernels.carried import Carried, check_carried
+from rose.kernels.delta_heads import (
+    NORM_EPS,
+    DeltaHeads,
+    Gates,
+    check_heads,
+    gates_ref,
+    initial_states_ref,
+    unit_heads_ref,
+)
 from rose.kernels.launch import Ptr, constexpr, jit, launch, next_power_of_2, require_contiguous, runs_triton, tl
 from rose.kernels.short_attention import sequence_of
 
 CHUNK = 64
-_NORM_EPS = 1e-6
 # Boundaries looked at in one load, always so many: one compiled kernel for any number of sequences.
 _BOUNDS = 1024
-
-
-class DeltaHeads(NamedTuple):
-    """Heads of a gated delta net. Value head h goes with key head h // (value_heads // key_heads)."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def channels(self) -> int:
-        """Of q, k and v side by side."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-
-class Gates(NamedTuple):
-    """What the gates are made of.
-
-    Attributes:
-        logits: [T, 2 Hv], rows may be strided: b of each value head, then a.
-        a_log, dt_bias: [Hv].
-    """
-
-    logits: Tensor
-    a_log: Tensor
-    dt_bias: Tensor
-
-    def rows(self, start: int, end: int) -> Gates:
-        """The same for some tokens."""
-        return Gates(self.logits[start:end], self.a_log, self.dt_bias)
-
-
-def gates_ref(gates: Gates) -> tuple[Tensor, Tensor]:
-    """(beta, g), both [T, Hv] fp32."""
-    b, a = gates.logits.float().chunk(2, dim=-1)
-    return b.sigmoid(), -gates.a_log.float().exp() * F.softplus(a + gates.dt_bias.float())
-
-
-def unit_heads_ref(qkv: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v) a value head, fp32 [T, Hv, dim]; q and k of unit length, q scaled."""
-    keys = heads.key_heads * heads.key_dim
-    q, k, v = qkv.float().split([keys, keys, heads.value_heads * heads.value_dim], dim=-1)
-    q, k = (x.unflatten(-1, (heads.key_heads, heads.key_dim)) for x in (q, k))
-    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS) for x in (q, k))
-    q, k = (x.repeat_interleave(heads.value_heads // heads.key_heads, dim=1) for x in (q, k))
-    return q * heads.key_dim**-0.5, k, v.unflatten(-1, (heads.value_heads, heads.value_dim))
-
-
-def initial_states_ref(carried: Carried | None, lengths: Tensor, heads: DeltaHeads, device: torch.device) -> Tensor:
-    """[B, Hv, key_dim, value_dim] fp32."""
-    shape = (heads.value_heads, heads.key_dim, heads.value_dim)
-    if carried is None:
-        return torch.zeros(len(lengths), *shape, device=device)
-    continues = carried.lengths.long() > lengths.long()
-    return torch.where(continues[:, None, None, None], carried.pool[carried.rows.long()].float(), 0.0)
+# Of the triangular inverse, which is rounded to the dtype once it is made: 2^-16 in three products of bf16 halves.
+_PRECISION = {torch.float32: "ieee", torch.bfloat16: "bf16x3", torch.float16: "tf32x3"}
 
 
 def gated_delta_rule_ref(
@@ -172,7 +124,6 @@ def inverse_unit_lower(lower: Ptr, row: Ptr, col: Ptr, LEVELS: constexpr, PRECIS
     return x
 
 
-# Slices of a batch's arrays may begin anywhere, and must not each have a kernel of their own.
 @jit(do_not_specialize=["B", "cu_seqlens"])
 def _solve_chunks(
     qkv: Ptr,
@@ -223,12 +174,10 @@ def _solve_chunks(
         dk, dv = tl.arange(0, DK), tl.arange(0, DV)
         token = (first + i).to(tl.int64)
         q_head = qkv + token[:, None] * qkv_row + (head // (HV // HK)) * DK + dk[None, :]
-        q = tl.load(q_head, mask=here[:, None], other=0.0)
-        k = tl.load(q_head + HK * DK, mask=here[:, None], other=0.0)
-        v_head = qkv + token[:, None] * qkv_row + 2 * HK * DK + head * DV + dv[None, :]
-        v = tl.load(v_head, mask=here[:, None], other=0.0)
         b = tl.load(logits + token * logits_row + head, mask=here, other=0.0).to(tl.float32)
         a = tl.load(logits + token * logits_row + HV + head, mask=here, other=0.0).to(tl.float32)
+        q = tl.load(q_head, mask=here[:, None], other=0.0)
+        k = tl.load(q_head + HK * DK, mask=here[:, None], other=0.0)
         beta, g = delta_gates(b, a, gate_log, gate_bias)
         beta = tl.where(here, beta, 0.0)
         g = tl.where(here, g, 0.0)
@@ -238,24 +187,29 @@ def _solve_chunks(
         k32 = k.to(tl.float32)
         q_unit = tl.rsqrt(tl.sum(q32 * q32, 1) + EPS) * SCALE
         k_unit = tl.rsqrt(tl.sum(k32 * k32, 1) + EPS)
-        # Above the diagonal the exponent is positive, and may overflow.
-        decay = tl.exp(tl.where(row >= col, run[:, None] - run[None, :], float("-inf"))) * k_unit[None, :]
-        lower = tl.dot(k, tl.trans(k), input_precision="ieee") * decay * (beta * k_unit)[:, None]
-        x = inverse_unit_lower(tl.where(row > col, lower, 0.0), row, col, LEVELS, PRECISE)
         kind = qkv.dtype.element_ty
         place = tl.cast(slot, tl.int64) * HV + head
         tile = place * N + row
-        u = tl.dot((x * beta[None, :]).to(kind), v, input_precision="ieee")
-        tl.store(fresh + tile * DV + dv[None, :], u.to(kind))
-        w = tl.dot((x * (beta * k_unit * tl.exp(run))[None, :]).to(kind), k, input_precision="ieee")
-        tl.store(read + tile * DK + dk[None, :], w.to(kind))
+        # Above the diagonal the exponent is positive, and may overflow.
+        decay = tl.exp(tl.where(row >= col, run[:, None] - run[None, :], float("-inf"))) * k_unit[None, :]
         p = tl.dot(q, tl.trans(k), input_precision="ieee") * decay * q_unit[:, None]
         tl.store(within + tile * N + col, p.to(kind))
         tl.store(factors + place * (2 * N) + i, q_unit * tl.exp(run))
         tl.store(factors + place * (2 * N) + N + i, k_unit * tl.exp(total - run))
         tl.store(fades + place, tl.exp(total))
+        lower = tl.dot(k, tl.trans(k), input_precision="ieee") * decay * (beta * k_unit)[:, None]
+        x = inverse_unit_lower(tl.where(row > col, lower, 0.0), row, col, LEVELS, PRECISE)
+        # Loaded here, and k once more, for want of registers while the inverse is made.
+        v_head = qkv + token[:, None] * qkv_row + 2 * HK * DK + head * DV + dv[None, :]
+        v = tl.load(v_head, mask=here[:, None], other=0.0)
+        u = tl.dot((x * beta[None, :]).to(kind), v, input_precision="ieee")
+        tl.store(fresh + tile * DV + dv[None, :], u.to(kind))
+        k = tl.load(q_head + HK * DK, mask=here[:, None], other=0.0)
+        w = tl.dot((x * (beta * k_unit * tl.exp(run))[None, :]).to(kind), k, input_precision="ieee")
+        tl.store(read + tile * DK + dk[None, :], w.to(kind))
 
 
+# Slices of a batch's arrays may begin anywhere, and must not each have a kernel of their own.
 @jit(do_not_specialize=["cu_seqlens", "rows", "lengths"])
 def _walk_chunks(
     qkv: Ptr,
@@ -327,24 +281,6 @@ def _walk_chunks(
         tl.store(own, state.to(pool.dtype.element_ty))
 
 
-def check_heads(qkv: Tensor, gates: Gates, heads: DeltaHeads) -> None:
-    """Raises ValueError where shapes or layouts do not belong together."""
-    T = qkv.shape[0]
-    if qkv.shape[1] != heads.channels or qkv.stride(1) != 1:
-        raise ValueError(
-            f"qkv must have {heads.channels} neighbours a row; it is {tuple(qkv.shape)}, strides {qkv.stride()}"
-        )
-    if gates.logits.shape != (T, 2 * heads.value_heads) or gates.logits.stride(1) != 1:
-        raise ValueError(
-            f"gate logits must be {(T, 2 * heads.value_heads)}, rows of neighbours; they are "
-            f"{tuple(gates.logits.shape)}, strides {gates.logits.stride()}"
-        )
-    for name, dim in (("key", heads.key_dim), ("value", heads.value_dim)):
-        if dim != next_power_of_2(dim) or not 16 <= dim <= 256:
-            raise ValueError(f"{name} dim must be a power of two from 16 to 256; it is {dim}")
-    require_contiguous(a_log=gates.a_log, dt_bias=gates.dt_bias)
-
-
 def state_columns(sequences: int, heads: DeltaHeads) -> int:
     """Columns of the state a program keeps; fewer where sequences and heads alone do not fill the chip."""
     wide = min(64, heads.value_dim)
@@ -388,12 +324,12 @@ def gated_delta_rule_triton(
         N=CHUNK,
         LEVELS=6,
         SCALE=DK**-0.5,
-        EPS=_NORM_EPS,
+        EPS=NORM_EPS,
         BOUNDS=_BOUNDS,
         ONE_LOAD=B <= _BOUNDS,
-        PRECISE="ieee" if qkv.dtype is torch.float32 else "tf32x3",
+        PRECISE=_PRECISION[qkv.dtype],
         device=qkv.device,
-        warps=4,
+        warps=8 if qkv.dtype is torch.float32 else 4,
     )
     pool, rows, lengths = (factors, cu_seqlens, cu_seqlens) if carried is None else carried
     columns = state_columns(B, heads)

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from rose.kernels.carried import Carried, check_carried
-from rose.kernels.gated_delta_rule import (
+from rose.kernels.delta_heads import (
+    NORM_EPS,
     DeltaHeads,
     Gates,
     check_heads,
-    delta_gates,
     gates_ref,
     initial_states_ref,
     unit_heads_ref,
 )
+from rose.kernels.gated_delta_rule import delta_gates
 from rose.kernels.launch import Ptr, constexpr, jit, launch, runs_triton, tl
 
-_NORM_EPS = 1e-6
 _COLUMNS = 32
 
 
@@ -113,7 +113,7 @@ def gated_delta_step_triton(qkv: Tensor, gates: Gates, heads: DeltaHeads, carrie
         DV=DV,
         BV=columns,
         SCALE=DK**-0.5,
-        EPS=_NORM_EPS,
+        EPS=NORM_EPS,
         device=qkv.device,
         warps=4,
     )

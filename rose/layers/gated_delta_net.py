@@ -16,7 +16,8 @@ from rose.batch import Batch, PagedContext
 from rose.config.gated_delta import GatedDeltaConfig
 from rose.kernels.carried import Carried
 from rose.kernels.causal_conv import causal_conv, causal_conv_step
-from rose.kernels.gated_delta_rule import DeltaHeads, Gates, gated_delta_rule
+from rose.kernels.delta_heads import DeltaHeads, Gates
+from rose.kernels.gated_delta_rule import gated_delta_rule
 from rose.kernels.gated_delta_step import gated_delta_step
 from rose.kernels.gated_norm import gated_norm
 from rose.layers.linear import Linear

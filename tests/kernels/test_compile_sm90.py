@@ -166,7 +166,8 @@ def test_gated_delta_net(compiled, carried, value_heads, sequences):
     """A layer of Qwen3.5, as slices of its one packed product."""
     from rose.kernels.carried import Carried
     from rose.kernels.causal_conv import causal_conv_step_triton, causal_conv_triton
-    from rose.kernels.gated_delta_rule import DeltaHeads, Gates, gated_delta_rule_triton
+    from rose.kernels.delta_heads import DeltaHeads, Gates
+    from rose.kernels.gated_delta_rule import gated_delta_rule_triton
     from rose.kernels.gated_delta_step import gated_delta_step_triton
     from rose.kernels.gated_norm import gated_norm_triton
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from rose.kernels.carried import Carried
-from rose.kernels.gated_delta_rule import DeltaHeads, Gates, gated_delta_rule_ref, gated_delta_rule_triton
+from rose.kernels.delta_heads import DeltaHeads, Gates
+from rose.kernels.gated_delta_rule import gated_delta_rule_ref, gated_delta_rule_triton
 from rose.kernels.gated_delta_step import gated_delta_step_ref, gated_delta_step_triton
 
 CHUNKED = pytest.mark.parametrize("run", [gated_delta_rule_ref, gated_delta_rule_triton])
