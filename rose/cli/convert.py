@@ -25,15 +25,16 @@ _EXAMPLES = (
     "rose convert ./my-lora --base ./my-llm --to embedder --pooling last -o ./my-embedder --dry-run",
     "rose convert ./my-llm --adapter ./mntp --adapter ./simcse --to embedder --bidirectional -o ./llm2vec",
     "rose convert Qwen/Qwen3-Reranker-0.6B --to reranker -o ./reranker",
+    "rose convert ./my-chat-lora --to llm -o ./my-chat --dtype bfloat16",
 )
 
 
 def add_convert(commands: Commands) -> None:
     parser = add_command(
-        commands, "convert", _convert, "make an embedder or a reranker of a checkpoint or of adapters", _EXAMPLES
+        commands, "convert", _convert, "make a folder that is served of a checkpoint or of adapters", _EXAMPLES
     )
     parser.add_argument("source", help="checkpoint folder, adapter folder, short name or hub id")
-    parser.add_argument("--to", required=True, choices=("embedder", "reranker"))
+    parser.add_argument("--to", required=True, choices=("embedder", "reranker", "llm"))
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder that is made")
     parser.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
     parser.add_argument("--force", action="store_true", help="replace an output that is there already")

@@ -86,7 +86,7 @@ def read_generation(
         raise config.error(
             f"its attention is bidirectional ({architecture.causal_source}), and a text is continued causally"
         )
-    generation = JsonFile.read_if_there(tokens.folder / "generation_config.json")
+    generation = JsonFile.read_if_there(config.path.parent / "generation_config.json")
     end_ids, end_source = _end_ids(config, generation, tokens, architecture.vocab_size)
     special = {f"{role}_token": text for role in _ROLES if (text := tokens.text_of(role)) is not None}
     bos_id = tokens.role_id("bos")

@@ -14,6 +14,13 @@ from rose.config.reranker import RerankerConfig, read_reranker
 from rose.config.tokenizer_files import TokenizerFiles
 from rose.convert.offline.choices import Choice, flag
 from rose.convert.offline.embedder import EmbedderParts, embedder_parts
+from rose.convert.offline.language_model import (
+    TEMPLATES,
+    check_llm,
+    llm_choices,
+    llm_files,
+    llm_tensors,
+)
 from rose.convert.offline.names import Tensors, name_tensors
 from rose.convert.offline.reranker import reranker_choices, reranker_files
 from rose.convert.offline.shards import Slot
@@ -23,7 +30,7 @@ from rose.convert.offline.weights import LETTERS, FolderWeights
 from rose.errors import CheckpointError
 from rose.models.registry import check_dtype, find_entry
 
-Kind = Literal["embedder", "reranker"]
+Kind = Literal["embedder", "reranker", "llm"]
 DTYPE_LETTERS = {str(dtype).removeprefix("torch."): letters for dtype, letters in LETTERS.items()}
 _NAMES = {letters: name for name, letters in DTYPE_LETTERS.items()}
 
@@ -81,15 +88,12 @@ def decide(source: Source, wishes: Wishes, weights: FolderWeights) -> Plan:
     """
     architecture = read_architecture(source.config, wishes.causal)
     find_entry(architecture)
+    if wishes.to == "llm":
+        return _language_model(source, wishes, weights, architecture)
     reranker = _reranker(source, wishes, architecture) if wishes.to == "reranker" else None
     parts = embedder_parts(source, wishes, architecture) if reranker is None else None
     tensors = name_tensors(weights, architecture, reranker)
-    stored = [weights.entries[name].dtype for name in tensors.sources.values()]
-    dtype = wishes.dtype or _NAMES[max(set(stored), key=stored.count)]
-    check_dtype(architecture, dtype)
-    slots = tuple(
-        Slot(new, _letters(tensors, new, weights, wishes.dtype), tensors.shapes[new]) for new in tensors.shapes
-    )
+    dtype, slots, dtype_choice = _slots(tensors, weights, architecture, wishes)
     limit, limit_choice = _max_tokens(source, wishes, architecture)
     config = _config(source, architecture, dtype, tensors.architecture)
     files: dict[str, Any] = {"config.json": config}
@@ -100,14 +104,14 @@ def decide(source: Source, wishes: Wishes, weights: FolderWeights) -> Plan:
     else:
         files["sentence_bert_config.json"] = {"max_seq_length": limit, "do_lower_case": _lowers(source)}
     choices = (
-        *_backbone(weights, architecture, tensors),
+        *_backbone(weights, architecture, tensors, "an embedder or a scoring head reads none of them"),
         _attention(architecture, wishes),
         *(parts.choices if parts is not None else reranker_choices(reranker, tensors)),
         end_token(source.tokenizer, parts is not None and "last" in parts.pooling.modes),
         limit_choice,
         Choice("lower case", "yes" if _lowers(source) else "no", source.transformer_config.path.name),
-        Choice("dtype", dtype, flag("dtype") if wishes.dtype else f"as stored: {', '.join(sorted(set(stored)))}"),
-        Choice("tied weights", "yes" if architecture.tie_word_embeddings else "no", "config.json: tie_word_embeddings"),
+        dtype_choice,
+        _tied(architecture),
     )
     return Plan(
         source=source,
@@ -122,10 +126,56 @@ def decide(source: Source, wishes: Wishes, weights: FolderWeights) -> Plan:
     )
 
 
+def _language_model(source: Source, wishes: Wishes, weights: FolderWeights, architecture: ArchitectureConfig) -> Plan:
+    generation = check_llm(source, wishes, architecture)
+    tensors = llm_tensors(weights, architecture)
+    dtype, slots, dtype_choice = _slots(tensors, weights, architecture, wishes)
+    limit = architecture.max_positions
+    choices = (
+        *_backbone(weights, architecture, tensors, "computed from the config, or a second copy"),
+        _attention(architecture, wishes),
+        *llm_choices(generation),
+        Choice("max tokens", str(limit), "config.json: the position range"),
+        dtype_choice,
+        _tied(architecture),
+    )
+    return Plan(
+        source=source,
+        wishes=wishes,
+        choices=choices,
+        files=llm_files(source, dtype, tensors.architecture),
+        folders=(TEMPLATES,) if (source.root / TEMPLATES).is_dir() else (),
+        slots=slots,
+        tensors=tensors,
+        expected={
+            "architecture": tensors.architecture,
+            "causal": True,
+            "max_tokens": limit,
+            "generates": True,
+            "end_ids": generation.end_ids,
+        },
+    )
+
+
+def _slots(
+    tensors: Tensors, weights: FolderWeights, architecture: ArchitectureConfig, wishes: Wishes
+) -> tuple[str, tuple[Slot, ...], Choice]:
+    """(dtype of the result, what is written, the choice)."""
+    stored = [weights.entries[name].dtype for name in tensors.sources.values()]
+    dtype = wishes.dtype or _NAMES[max(set(stored), key=stored.count)]
+    check_dtype(architecture, dtype)
+    slots = tuple(
+        Slot(new, _letters(tensors, new, weights, wishes.dtype), tensors.shapes[new]) for new in tensors.shapes
+    )
+    where = flag("dtype") if wishes.dtype else f"as stored: {', '.join(sorted(set(stored)))}"
+    return dtype, slots, Choice("dtype", dtype, where)
+
+
 def _letters(tensors: Tensors, new: str, weights: FolderWeights, dtype: str | None) -> str:
     if new not in tensors.sources:
         return "F32"  # a row made of two; its difference is exact in fp32 only
-    return weights.entries[tensors.sources[new]].dtype if dtype is None else DTYPE_LETTERS[dtype]
+    source = tensors.sources[new]
+    return weights.entries[source].dtype if dtype is None or source in tensors.exact else DTYPE_LETTERS[dtype]
 
 
 def _reranker(source: Source, wishes: Wishes, architecture: ArchitectureConfig) -> RerankerConfig:
@@ -148,7 +198,9 @@ def _reranker(source: Source, wishes: Wishes, architecture: ArchitectureConfig) 
     return found
 
 
-def _backbone(weights: FolderWeights, architecture: ArchitectureConfig, tensors: Tensors) -> tuple[Choice, ...]:
+def _backbone(
+    weights: FolderWeights, architecture: ArchitectureConfig, tensors: Tensors, why_left_out: str
+) -> tuple[Choice, ...]:
     before = f"{architecture.architecture}, names {tensors.prefix!r}..."
     choices = [
         Choice("backbone", before, "config.json: architectures, and the weights' headers"),
@@ -156,11 +208,16 @@ def _backbone(weights: FolderWeights, architecture: ArchitectureConfig, tensors:
     ]
     if tensors.dropped:
         named = ", ".join(sorted(tensors.dropped)[:3]) + (" ..." if len(tensors.dropped) > 3 else "")
-        choices.append(Choice("left out", named, "an embedder or a scoring head reads none of them"))
+        choices.append(Choice("left out", named, why_left_out))
     choices += [
         Choice("adapter", f"{path}: {what}", "merged in fp32, in this order") for path, what in weights.summaries
     ]
     return tuple(choices)
+
+
+def _tied(architecture: ArchitectureConfig) -> Choice:
+    value = "yes" if architecture.tie_word_embeddings else "no"
+    return Choice("tied weights", value, "config.json: tie_word_embeddings")
 
 
 def _attention(architecture: ArchitectureConfig, wishes: Wishes) -> Choice:

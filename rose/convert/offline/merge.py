@@ -31,7 +31,7 @@ class MergedWeights(FolderWeights):
         adapters: in the order in which they were trained.
         dtype: of the result; None keeps each tensor's.
         tied: one matrix is both embedding and head.
-        reads_head: the head's rows are read (a reranker of a language model).
+        reads_head: the head's rows are read (a language model, or a reranker made of one).
 
     Raises:
         CheckpointError: a tensor of an adapter that the base has no place for, or of another shape.

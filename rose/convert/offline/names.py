@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from rose.config import RerankerConfig
 from rose.config.architecture import ArchitectureConfig
@@ -17,7 +18,7 @@ from rose.convert.families import FAMILIES, HEADS
 from rose.convert.heads import yes_no_row
 from rose.convert.load import check_plan
 from rose.convert.offline.weights import FolderWeights
-from rose.convert.stream import HEAD_PREFIX, Step, plan_weights
+from rose.convert.stream import HEAD_PREFIX, Step, WeightPlan, plan_weights
 from rose.errors import CheckpointError
 from rose.models.registry import build_backbone, find_entry
 
@@ -35,6 +36,7 @@ class Tensors:
         sources: name in the result -> name in the checkpoint; SCORE has none where it is made of two rows.
         dropped: names in the checkpoint that are left out.
         head: the matrix that SCORE is made of, or "".
+        exact: names in the checkpoint that keep their dtype, since the model keeps them in fp32 whatever it runs in.
     """
 
     architecture: str
@@ -43,6 +45,7 @@ class Tensors:
     sources: Mapping[str, str]
     dropped: tuple[str, ...]
     head: str = ""
+    exact: frozenset[str] = frozenset()
 
 
 def name_tensors(weights: FolderWeights, architecture: ArchitectureConfig, reranker: RerankerConfig | None) -> Tensors:
@@ -90,7 +93,16 @@ def name_tensors(weights: FolderWeights, architecture: ArchitectureConfig, reran
         sources=sources,
         dropped=tuple(sorted(dropped)),
         head=head,
+        exact=exact_sources(plan, backbone),
     )
+
+
+def exact_sources(plan: WeightPlan, backbone: nn.Module) -> frozenset[str]:
+    """Names in the checkpoint of what the backbone keeps in fp32."""
+    kept = {
+        f"{path}.{leaf}" for path, module in backbone.named_modules() for leaf in getattr(module, "fp32_parameters", ())
+    }
+    return frozenset(source for step in plan.steps if kept & {*step.targets} for source in step.sources)
 
 
 def _new_names(step: Step, prefix: str, *, whole: bool) -> list[str]:

@@ -27,5 +27,5 @@ def open_weights(source: Source, wishes: Wishes) -> FolderWeights:
         FAMILIES[find_entry(architecture).rules],
         dtype=None if wishes.dtype is None else by_name[wishes.dtype],
         tied=architecture.tie_word_embeddings,
-        reads_head=wishes.to == "reranker",
+        reads_head=wishes.to in ("reranker", "llm"),
     )

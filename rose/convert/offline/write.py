@@ -217,6 +217,9 @@ def check_result(plan: Plan, folder: Path) -> ModelFolder:
         "normalize": read.normalize,
         "prompts": dict(read.prompts),
     }
+    found["generates"] = read.generation is not None
+    if read.generation is not None:
+        found["end_ids"] = read.generation.end_ids
     if read.reranker is not None:
         found |= {"activation": read.reranker.activation, "prefix": read.reranker.prefix}
     for key, value in plan.expected.items():
