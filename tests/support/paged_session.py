@@ -53,8 +53,12 @@ class PagedSession:
         """It ends; what comes under its number is another one, in the same pages and row."""
         self.lengths[sequence] = 0
 
-    def batch(self, chunks: Sequence[tuple[int, list[int]]]) -> Batch:
-        """Stage one batch; chunks of one token that stand first are decoding sequences."""
+    def batch(self, chunks: Sequence[tuple[int, list[int]]], *, bound: int | None = None) -> Batch:
+        """Stage one batch; chunks of one token that stand first are decoding sequences.
+
+        Args:
+            bound: of what any sequence may have in the cache, for a batch that a graph captures; None: what it has.
+        """
         batch = Batch.pack([ids for _, ids in chunks], self.device)
         known = [self.lengths[sequence] for sequence, _ in chunks]
         positions = torch.cat([torch.arange(at, at + len(ids)) for at, (_, ids) in zip(known, chunks, strict=True)])
@@ -70,7 +74,7 @@ class PagedSession:
             kv_lengths=torch.tensor([self.lengths[s] for s in owners], dtype=torch.int32, device=self.device),
             slots=torch.cat(slots).to(self.device, torch.int32),
             page_size=self.page_size,
-            max_kv_length=max(self.lengths[s] for s in owners),
+            max_kv_length=bound or max(self.lengths[s] for s in owners),
             decodes=next((i for i, (_, ids) in enumerate(chunks) if len(ids) > 1), len(chunks)),
             states=None if self.states is None else self.rows[owners].to(self.device),
         )
