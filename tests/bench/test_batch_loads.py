@@ -123,10 +123,10 @@ def test_throughput_from_folder_to_row_and_profile(scratch, capfd):
         assert row.cosine > 0.99999
         assert row.n > 5
         assert row.tokens_per_s == pytest.approx(row.per_s * 48, rel=0.01)
-        # Two clients in a closed loop: the rate is what the latencies say.
-        assert row.per_s == pytest.approx(2 * 6 / (row.p50_ms / 1e3), rel=0.6)
+        # Of each client, at most a request more or less reaches over an edge of the window.
+        assert row.per_s * 0.5 / 6 == pytest.approx(row.n, abs=3)
         assert row.busy_share is not None
-        assert 0.05 < row.busy_share <= 1.05
+        assert 0.05 < row.busy_share <= 1.1
         assert row.floor_share is None, "the floors are a GPU's"
     told = json.loads((scratch / "kernels_tiny-bge-m3_6x48.json").read_text())
     assert told["share_by_kind"]["product"] > 0.05
@@ -162,44 +162,20 @@ def test_rows_leave_out_what_they_do_not_have(tmp_path):
 
 def test_pictures_of_every_load(tmp_path, monkeypatch):
     facts = {"run_id": "r", "commit": "c", "date": "d", "command": "x", "machine": "m, n", "dtype": "bfloat16"}
-    base = {**facts, "backend": "b", "graph_hit_share": 1.0, "p90_ms": 2.0, "p99_ms": 3.0, "max_ms": 4.0, "n": 9}
+    times = {"p50_ms": 1.0, "p90_ms": 2.0, "p99_ms": 3.0, "max_ms": 4.0, "n": 9}
+    base = {**facts, **times, "backend": "b", "graph_hit_share": 1.0}
+    bge = {**base, "model": "bge-m3"}
     rows = [
-        records.Row(
-            **base, load=f"throughput-{n}", model="bge-m3", tokens=n, batch=100, in_flight=4, via=via, p50_ms=1, per_s=r
-        )
-        for n, r in ((512, 1700.0), (4096, 140.0))
+        records.Row(**bge, load=f"throughput-{n}", tokens=n, batch=100, in_flight=4, via=via, per_s=rate)
+        for n, rate in ((512, 1700.0), (4096, 140.0))
         for via in ("link", "http")
     ]
     rows += [
-        records.Row(
-            **base,
-            load=f"concurrency-{n}",
-            model="bge-m3",
-            tokens=512,
-            batch=1,
-            in_flight=n,
-            via="http",
-            p50_ms=n,
-            per_s=9.0,
-        )
+        records.Row(**bge, load=f"concurrency-{n}", tokens=512, batch=1, in_flight=n, via="http", per_s=9.0)
         for n in (1, 16)
     ]
-    rows += [
-        records.Row(
-            **base,
-            load="decode",
-            model="qwen3-8b",
-            tokens=128,
-            batch=1,
-            in_flight=n,
-            via="link",
-            p50_ms=n,
-            per_s=9.0,
-            step_ms=4.0,
-            new_tokens=128,
-        )
-        for n in (1, 64)
-    ]
+    decoding = {**base, "load": "decode", "model": "qwen3-8b", "tokens": 128, "new_tokens": 128, "step_ms": 4.0}
+    rows += [records.Row(**decoding, batch=1, in_flight=n, via="link", per_s=9.0) for n in (1, 64)]
     written = draw_batches(rows, tmp_path)
     assert [path.name for path in written] == ["throughput_bge-m3.svg", "concurrency_bge-m3.svg", "decode_qwen3-8b.svg"]
     assert all(path.stat().st_size > 10_000 for path in written)
