@@ -1,10 +1,10 @@
-"""What one decoding step of a generating engine costs the thread that owns the sockets, with a device that does nothing.
+"""What one decoding step of a generating engine costs the thread that owns the sockets, beside a device that is idle.
 
     python benchmarks/engine/generation_overhead.py --out generation_overhead.json
 
 `step()` takes the tokens of the batch before, plans, stages and launches the next. The graph replays nothing and is
-over at once, as far as the host can tell; tokens are what it was captured with. Microseconds, p50 and p99 over `--steps`
-steps after a tenth of them as warm-up.
+over at once, as far as the host can tell; tokens are what it was captured with. Microseconds, p50 and p99 over
+`--steps` steps after a tenth of them as warm-up.
 """
 
 from __future__ import annotations
