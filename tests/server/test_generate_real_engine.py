@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -22,44 +18,16 @@ from rose.proto import rose_pb2 as pb
 from rose.proto.frames import FrameType, encode_frame
 from rose.server.__main__ import main
 from tests.server.generate_frames import answer, ask
+from tests.server.generate_process import Process
 from tests.server.running_server import RawPeer
 from tests.support.tiny_checkpoints import tiny_bert
 from tests.support.tiny_language_models import sample_ids, tiny_lm
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 MAX_TOKENS, TOKENS = 256, 464
 LENGTHS = (1, 2, 7, 16, 17, 31, 64, 100)
 # Fewer pages than what runs at a time wants: sequences lose theirs and go on later. A page of 16 tokens takes 2 layers
 # of keys and values, 2 heads of 32 numbers each: 16 KiB in fp32.
 FEW_PAGES = 21 * 16384
-
-
-class Process:
-    """An engine process; ended with the block."""
-
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "rose.server", str(folder), "--served-name", "tiny", *arguments]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-        )
-        line = self.process.stdout.readline()
-        found = re.fullmatch(r"rose-server ready (\S+)\n", line)
-        assert found, line + self.process.stderr.read()
-        self.address = found[1]
-
-    def wait_for(self, **counters: int) -> None:
-        end = time.monotonic() + 10
-        with Client(self.address) as client:
-            while {name: (seen := client.stats().engine_counters)[name] for name in counters} != counters:
-                assert time.monotonic() < end, seen
-                time.sleep(0.01)
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 @pytest.fixture(scope="module")
