@@ -41,6 +41,18 @@ def smollm2_folder() -> Path:
     return pulled("smollm2")
 
 
+@pytest.fixture(scope="session")
+def qwen3_folder() -> Path:
+    """Qwen3's tokenizer, without a model; skips likewise."""
+    return pulled("qwen3")
+
+
+@pytest.fixture(scope="session")
+def qwen3_5_folder() -> Path:
+    """Qwen3.5's tokenizer, without a model; skips likewise."""
+    return pulled("qwen3.5")
+
+
 def pulled(name: str) -> Path:
     """The folder of a short name, pulled if it has to be; skips the test, with the reason, where it cannot be had."""
     try:

