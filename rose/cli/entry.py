@@ -16,6 +16,7 @@ from rose.cli.bench import add_bench
 from rose.cli.convert import add_convert
 from rose.cli.doctor import add_doctor
 from rose.cli.embed import add_embed
+from rose.cli.generate import add_generate
 from rose.cli.models import add_info, add_pull
 from rose.cli.rerank import add_rerank
 from rose.cli.serving import add_gateway, add_serve
@@ -59,12 +60,13 @@ def build_parser() -> argparse.ArgumentParser:
         description="Serve embedders from one runtime: an engine process per device, and a thin HTTP and gRPC front.",
         epilog="examples:\n  rose serve minilm\n  rose serve ./my-model --http 8080 --grpc 9090\n"
         "  rose embed texts.txt -o vectors.npy\n"
+        "  rose generate smollm2 --chat 'Where does the river meet the sea?'\n"
         "  rose COMMAND --help    options and examples of one command",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"rose {rose.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    serving = (add_pull, add_serve, add_gateway, add_embed, add_rerank)
+    serving = (add_pull, add_serve, add_gateway, add_embed, add_rerank, add_generate)
     for add in (*serving, add_convert, add_verify, add_info, add_doctor, add_bench, _add_version):
         add(commands)
     return parser

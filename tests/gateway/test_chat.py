@@ -193,7 +193,8 @@ def test_bad_requests_name_their_field(tiny, body, param, index, words):
 def test_fields_that_change_nothing_are_taken(tiny):
     fields = {
         "tools": [], "tool_choice": "auto", "functions": [], "response_format": {"type": "text"},
-        "modalities": ["text"], "audio": None, "logit_bias": None, "presence_penalty": 0.0, "parallel_tool_calls": True, "store": False,
+        "modalities": ["text"], "audio": None, "logit_bias": None, "presence_penalty": 0.0,
+        "parallel_tool_calls": True, "store": False,
         "metadata": {"a": "b"}, "service_tier": "auto", "top_logprobs": None, "logprobs": False, "documents": [],
         "chat_template_kwargs": None, "add_generation_prompt": None, "reasoning_effort": None,
     }  # fmt: skip

@@ -73,6 +73,7 @@ def test_messages_and_tokens(tiny, stub):
 
 
 def test_stop_strings_and_log_probabilities(tiny, stub):
+    tiny.engine.pause_s = 0.02  # so that the engine is not through before the stop string is seen
     sampling = pb.Sampling(max_new_tokens=64, stop=["猫", "zzz"], logprobs=1)
     chunks = list(stub.Generate(pb.GenerateRequest(text="hello", sampling=sampling)))
     assert "".join(chunk.text for chunk in chunks) == "The river "

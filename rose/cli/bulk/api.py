@@ -103,7 +103,7 @@ class Api:
             connection.close()  # the next request connects anew
             raise Unavailable(f"no answer from {self.url}: {str(error) or type(error).__name__}") from None
         if answer.status != 200:
-            raise _error(answer.status, data, answer.headers.get("Retry-After"))
+            raise error_of(answer.status, data, answer.headers.get("Retry-After"))
         try:
             return json.loads(data)
         except ValueError:
@@ -118,7 +118,8 @@ class Api:
         return connection
 
 
-def _error(status: int, data: bytes, retry_after: str | None) -> RoseError:
+def error_of(status: int, data: bytes, retry_after: str | None) -> RoseError:
+    """The error of an answer that is none."""
     try:
         detail = json.loads(data)["error"]
         message, param, index = str(detail["message"]), detail.get("param"), detail.get("index")
