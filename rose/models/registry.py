@@ -30,6 +30,7 @@ class Entry:
         dtypes: what the backbone may run in.
         refused: why not in the others.
         oracles: what its answers are compared with in the tests.
+        alone: model_type of the backbone by itself, where config.json may nest it in `text_config`.
     """
 
     module: str
@@ -43,6 +44,7 @@ class Entry:
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     refused: str = ""
     oracles: tuple[str, ...]
+    alone: str = ""
 
 
 _LIBRARIES = ("transformers", "sentence-transformers")
@@ -96,17 +98,20 @@ def _llama(name: str, refused: str = "") -> Entry:
     )
 
 
-def _qwen3_5(*architectures: str) -> Entry:
+def _qwen3_5(*architectures: str, classifiers: tuple[str, ...] = ()) -> Entry:
     return Entry(
         module="rose.models.qwen3_5",
         class_name="Qwen35",
         rules="qwen3_5",
         architectures=architectures,
+        classifiers=classifiers,
+        classifier="last" if classifiers else "",
         generates=tuple(name for name in architectures if not name.endswith("Model")),
         attention="causal",
         dtypes=("float32", "bfloat16"),
         refused=_OUTGROWS,
         oracles=("transformers",),
+        alone="qwen3_5_text",
     )
 
 
@@ -135,7 +140,9 @@ BACKBONES: dict[str, Entry] = {
     "mistral": _llama("Mistral"),
     "qwen2": _llama("Qwen2", _OUTGROWS),
     "qwen3_5": _qwen3_5("Qwen3_5Model", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
-    "qwen3_5_text": _qwen3_5("Qwen3_5TextModel", "Qwen3_5ForCausalLM"),
+    "qwen3_5_text": _qwen3_5(
+        "Qwen3_5TextModel", "Qwen3_5ForCausalLM", classifiers=("Qwen3_5TextForSequenceClassification",)
+    ),
 }
 
 

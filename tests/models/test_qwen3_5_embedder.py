@@ -9,6 +9,7 @@ import torch
 import transformers
 from sentence_transformers import SentenceTransformer
 
+from rose.cli import main
 from rose.config import read_model_folder
 from rose.errors import CheckpointError
 from tests.support.running import embed, encode, hidden_of, load, random_sequences
@@ -96,3 +97,26 @@ def test_a_folder_for_vectors_needs_its_pooling(tmp_path):
     with pytest.raises(CheckpointError, match="does not say how tokens are pooled"):
         read_model_folder(path)
     assert read_model_folder(path, pooling="last").pooling.modes == ("last",)
+
+
+@pytest.mark.parametrize("layout", ["text", "multimodal"])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_converted_to_an_embedder(tmp_path, layout, bidirectional):
+    """The text model by itself, in a folder that transformers loads too; tower and further heads stay behind."""
+    source = tiny_qwen3_5(
+        tmp_path / "lm", layout, config={"retrieval_attention_contract": "causal"}, dtype=torch.bfloat16
+    )
+    ways = ["--bidirectional"] if bidirectional else []
+    assert (
+        main(["convert", str(source), "-o", str(tmp_path / "m"), "--to", "embedder", "--pooling", "mean", *ways]) == 0
+    )
+    ours = load(tmp_path / "m")
+    shape = ours.folder.architecture
+    assert (shape.architecture, shape.model_type) == ("Qwen3_5TextModel", "qwen3_5_text")
+    assert shape.causal == (not bidirectional)
+    sequences = random_sequences(LENGTHS, 400)
+    theirs = transformers.AutoModel.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
+    assert type(theirs).__name__ == "Qwen3_5TextModel"
+    expected = expected_rows(theirs, sequences, all_to_all=bidirectional)
+    for mine, their in zip(hidden_of(ours, sequences), expected, strict=True):
+        torch.testing.assert_close(mine, their, rtol=1e-4, atol=1e-4)

@@ -248,8 +248,16 @@ def _lowers(source: Source) -> bool:
 
 def _config(source: Source, architecture: ArchitectureConfig, dtype: str, name: str) -> dict[str, Any]:
     """The source's config.json with the attention mode written out, in the keys that each reader heeds."""
-    config = {key: value for key, value in source.config.data.items() if key not in ("torch_dtype", "_name_or_path")}
+    alone = find_entry(architecture).alone
+    data = source.config.data
+    if alone and "text_config" in source.config:
+        # The tower around it stays behind, and with it the config that describes both.
+        data = source.config.child("text_config").data | {"model_type": alone}
+        data["tie_word_embeddings"] = architecture.tie_word_embeddings
+    config = {key: value for key, value in data.items() if key not in ("torch_dtype", "_name_or_path")}
     config |= {"architectures": [name], "dtype": dtype, "is_causal": architecture.causal}
+    if "retrieval_attention_contract" in config:
+        config["retrieval_attention_contract"] = "causal" if architecture.causal else "bidirectional"
     if "use_bidirectional_attention" in config or not architecture.causal:
         config["use_bidirectional_attention"] = not architecture.causal
     if architecture.rope_theta is None:

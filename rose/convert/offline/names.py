@@ -20,7 +20,7 @@ from rose.convert.load import check_plan
 from rose.convert.offline.weights import FolderWeights
 from rose.convert.stream import HEAD_PREFIX, Step, WeightPlan, plan_weights
 from rose.errors import CheckpointError
-from rose.models.registry import build_backbone, find_entry
+from rose.models.registry import BACKBONES, build_backbone, find_entry
 
 SCORE = "score.weight"
 _PREFIX = "model."
@@ -116,6 +116,7 @@ def _new_names(step: Step, prefix: str, *, whole: bool) -> list[str]:
 
 def _class_name(architecture: ArchitectureConfig, reranker: RerankerConfig | None) -> str:
     name, entry = architecture.architecture, find_entry(architecture)
+    entry = BACKBONES[entry.alone] if entry.alone else entry
     if reranker is not None:
         return name if name in entry.classifiers else entry.classifiers[0]
-    return name if name.endswith("Model") else entry.architectures[0]
+    return name if name.endswith("Model") and name in entry.architectures else entry.architectures[0]
