@@ -156,7 +156,7 @@ def add_layer_norm_triton(
         BLOCK=next_power_of_2(D),
         HAS_BIAS=bias is not None,
         device=residual.device,
-        warps=row_warps(D),
+        warps=row_warps(D, T),
     )
     return out
 
@@ -180,7 +180,7 @@ def _rms_norm_triton(partial: Tensor | None, residual: Tensor, weight: Tensor, e
         D=D,
         BLOCK=next_power_of_2(D),
         device=residual.device,
-        warps=row_warps(D),
+        warps=row_warps(D, T),
     )
     return out, stream
 
