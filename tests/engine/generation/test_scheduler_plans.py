@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+from rose.engine.generation.bulk import BulkPatience
 from rose.engine.generation.limits import GenerationLimits
 from rose.engine.generation.request import Finish, GenerateRequest, Sampling
 from rose.engine.generation.scheduler import GenerationScheduler
@@ -374,6 +375,19 @@ def test_bulk_gives_up_the_youngest_only_and_only_if_that_helps():
     assert [entry[0] for entry in shape(plan_of(scheduler))] == [1, 2, 4], "nothing they have is enough"
 
 
+def test_a_bulk_prompt_left_out_for_long_gets_its_chunks_before_younger_ones():
+    scheduler = make()
+    scheduler._bulk = BulkPatience(batches=3)
+    add(scheduler, 1, 40, bulk=True)
+    assert [entry[:3] for entry in shape(plan_of(scheduler))] == [(1, 0, 16)]
+    add(scheduler, 2, 150)
+    add(scheduler, 3, 10)
+    given = [[entry[:3] for entry in shape(plan_of(scheduler))] for _ in range(5)]
+    assert given[:3] == [[(2, 0, 16)], [(2, 16, 16)], [(2, 32, 16)]]
+    assert given[3:] == [[(1, 16, 16)], [(1, 32, 8), (2, 48, 8)]]
+    assert scheduler.promotions == 1
+
+
 # Ends from outside
 
 
@@ -492,13 +506,23 @@ def test_a_sequence_that_fills_the_whole_cache_is_served_and_a_longer_one_is_ref
         add(scheduler, 2, 3, new=11)
 
 
+@pytest.mark.parametrize("prompt", [199, 196, 193])
+def test_the_longest_prompt_in_chunks_ends(prompt):
+    """As vllm#48039 tells it, a prompt of exactly the model's limit never ended once it was read in chunks."""
+    scheduler = make()
+    add(scheduler, 1, prompt, new=200 - prompt)
+    finish(scheduler)
+    with pytest.raises(InvalidInput, match="this model takes at most 200"):
+        add(scheduler, 2, 200, new=1)
+
+
 def test_numbers_that_cannot_work_are_refused_at_start():
     with pytest.raises(StartupError, match=r"batch_tokens \(8\) must be more than max_running \(8\)"):
         make(batch_tokens=8)
 
 
 def test_planning_64_decoding_sequences_takes_less_than_100_microseconds():
-    """Best of many: other work of the machine is no cost of ours. About 9 us on a busy two-core machine, pages included."""
+    """Best of many: other work of the machine is no cost of ours. About 9 us on a busy two-core machine."""
     scheduler = make(num_pages=4000, page_size=16, max_tokens=2000, max_running=64, batch_tokens=2048)
     for number in range(64):
         add(scheduler, number, 20 + number, new=900)
