@@ -23,7 +23,7 @@ def commands() -> list[str]:
 
 
 def test_the_commands_are_those_of_the_documentation():
-    serving = ["pull", "serve", "gateway", "embed", "rerank"]
+    serving = ["pull", "serve", "gateway", "embed", "rerank", "generate"]
     assert commands() == [*serving, "convert", "verify", "info", "doctor", "bench", "version"]
 
 

@@ -35,22 +35,34 @@ def causal_conv_ref(x: Tensor, weight: Tensor, cu_seqlens: Tensor, carried: Carr
     reach = taps.shape[1] - 1
     starts = cu_seqlens[:-1].long()
     lengths = cu_seqlens[1:].long() - starts
-    owner = torch.repeat_interleave(torch.arange(len(lengths), device=x.device), lengths)
-    rows = torch.arange(int(cu_seqlens[0]), int(cu_seqlens[-1]), device=x.device)
-    index = rows - starts[owner]
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    own = x[first:last].float()
+    # One shifted pass a tap over all rows, as if they were one sequence; then the few rows that saw another's again.
+    total = own * taps[:, reach]
+    for lag in range(1, reach + 1):
+        total[lag:].addcmul_(own[:-lag], taps[:, reach - lag])
     before = _brought(carried, lengths, taps.shape[0], reach, x.device)
-    total = torch.zeros(len(rows), taps.shape[0], device=x.device)
+    owner, index = _first_rows(lengths, reach)
+    rows = starts[owner] - first + index
+    again = torch.zeros(len(rows), taps.shape[0], device=x.device)
     for tap in range(reach + 1):
-        lag = reach - tap
-        values = x[(rows - lag).clamp_min(0)].float()
-        early = (index < lag).nonzero()[:, 0]
-        values[early] = before[owner[early], :, index[early] + tap]
-        total += values * taps[:, tap]
+        at = index - (reach - tap)
+        earlier = before[owner, :, (at + reach).clamp_max(reach - 1)]
+        values = torch.where((at >= 0)[:, None], own[(rows - (reach - tap)).clamp_min(0)], earlier)
+        again += values * taps[:, tap]
+    total[rows] = again
     if carried is not None:
         _leave(carried, x, starts, lengths, before)
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    out[rows] = F.silu(total).to(x.dtype)
+    out[first:last] = F.silu(total)
     return out
+
+
+def _first_rows(lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(sequence, index in it) of the first `count` rows of each."""
+    index = torch.arange(count, device=lengths.device).expand(len(lengths), -1)
+    owner, at = (index < lengths[:, None]).nonzero().unbind(1)
+    return owner, at
 
 
 def _brought(carried: Carried | None, lengths: Tensor, channels: int, reach: int, device: torch.device) -> Tensor:

@@ -62,11 +62,17 @@ def gated_delta_rule_ref(
     fade = run[..., -1].exp()[..., None, None]
     state = initial_states_ref(carried, torch.tensor(lengths, device=qkv.device), heads, qkv.device)
     rows = torch.empty_like(fresh)
-    for sequences, chunks in place:
-        old = state[sequences]
-        new = fresh[chunks] - read[chunks] @ old
-        rows[chunks] = q[chunks] @ old + within[chunks] @ new
-        state[sequences] = old * fade[chunks] + k[chunks].transpose(-1, -2) @ new
+    for step, (sequences, chunks) in enumerate(place):
+        if step == 0 and carried is None:  # a state of zeros says nothing: most texts are one chunk
+            new = fresh[chunks]
+            rows[chunks] = within[chunks] @ new
+        else:
+            old = state[sequences]
+            new = fresh[chunks] - read[chunks] @ old
+            rows[chunks] = q[chunks] @ old + within[chunks] @ new
+            state[sequences] = old * fade[chunks]
+        if step + 1 < len(place) or carried is not None:
+            state[sequences] += k[chunks].transpose(-1, -2) @ new
     if carried is not None:
         carried.pool[carried.rows.long()] = state.to(carried.pool.dtype)
     out = qkv.new_zeros(len(qkv) + 1, heads.value_heads, heads.value_dim)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rose.kernels.onednn_linear import linear_onednn, runs_onednn
+
 _ROWS = 8192  # of the weight cast at a time: some 32 MB in fp32 at width 1024
 
 
@@ -31,4 +33,6 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
     """
     if x.is_cuda and x.dtype != torch.float32:
         return torch.mm(x, weight.T, out_dtype=torch.float32)
-    return logits_ref(x, weight)
+    # On one core of an EPYC, [8, 576] times [49152, 576]: 13 ms against 31 by torch's own choice; the token table stays
+    # as it is, since rows are looked up in it.
+    return linear_onednn(x, weight, None, None) if runs_onednn(x) else logits_ref(x, weight)

@@ -68,7 +68,8 @@ def _row(model_type: str, entry: Entry, name: str, answers: str, head: str) -> t
 
 def _tests(name: str, answers: str) -> tuple[str, ...]:
     if name.startswith("Qwen3_5"):
-        return ("test_qwen3_5.py",)
+        own = {"text": ("test_qwen3_5.py", "test_qwen3_5_paged.py"), "score": ("test_qwen3_5_reranker.py",)}
+        return own.get(answers, ("test_qwen3_5_embedder.py",))
     if answers == "text":
         return ("test_causal_lm.py", "test_smollm2.py") if name == "LlamaForCausalLM" else ("test_causal_lm.py",)
     if name.startswith(_LLAMAS):

@@ -948,21 +948,21 @@ class ServerStats(google.protobuf.message.Message):
     queued_tokens: builtins.int
     """admitted, in no batch yet"""
     queued_requests: builtins.int
-    """admitted, with at least one item in no batch yet"""
+    """admitted, with at least one item in no batch yet, or without pages"""
     open_requests: builtins.int
     """admitted and not yet answered"""
     batches_in_flight: builtins.int
     connections: builtins.int
     draining: builtins.bool
     requests_total: builtins.int
-    """EMBED frames received"""
+    """EMBED and GENERATE frames received"""
     answered_total: builtins.int
-    """of those, answered with vectors"""
+    """of those, answered with vectors, or with tokens to their end"""
     batches_total: builtins.int
     tokens_total: builtins.int
-    """tokens of finished batches, padding left out"""
+    """tokens of finished batches, padding left out; where it generates, tokens drawn"""
     items_total: builtins.int
-    """sequences of finished batches"""
+    """sequences of finished batches; where it generates, sequences that ended"""
     retried_items_total: builtins.int
     """run again alone after a failed or non-finite batch"""
     failed_batches_total: builtins.int

@@ -137,8 +137,8 @@ def test_bytes_of_single_tokens():
 
 @pytest.mark.weights
 def test_real_tokenizers_against_the_library():
-    """SmolLM2's, and XLM-RoBERTa's for a tokenizer of another kind."""
-    for name in ("smollm2", "xlm-roberta"):
+    """Byte-level ones, and XLM-RoBERTa's for a tokenizer of another kind."""
+    for name in ("smollm2", "qwen3", "qwen3.5", "xlm-roberta"):
         tokenizer = Tokenizer.from_file(str(pulled(name) / "tokenizer.json"))
         for text in (*TEXTS, *tiny_tokenizers.CORPUS):
             ids = tokenizer.encode(text, add_special_tokens=False).ids

@@ -283,10 +283,9 @@ def test_long_conversations_are_rendered_and_encoded_alike(thinking):
     assert thinking.ids(messages) == thinking.expected(messages)
 
 
-@pytest.mark.weights
-def test_a_published_template_and_tokenizer():
-    both = Both(pulled("smollm2"))
-    draw = random.Random(5)
+def compare(both: Both, seed: int) -> None:
+    """Random conversations, with and without control tokens in them."""
+    draw = random.Random(seed)
     for forged in ((), SPECIAL):
         for _ in range(60):
             messages = conversation(draw, forged)
@@ -294,3 +293,18 @@ def test_a_published_template_and_tokenizer():
                 message.pop("name", None)
             arguments = {"sanitize_control_tokens": True} if forged else {}
             assert both.ids(messages) == both.expected(messages, **arguments)
+
+
+@pytest.mark.weights
+def test_a_published_template_and_tokenizer():
+    compare(Both(pulled("smollm2")), 5)
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5"])
+def test_published_tokenizers(name, tmp_path):
+    """Qwen's, whose templates no package carries."""
+    folder = folder_with(tmp_path / "model", THINKING)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to(pulled(name) / "tokenizer.json")
+    compare(Both(folder), 6)

@@ -6,11 +6,19 @@ import pytest
 import torch
 
 from rose.kernels.add_norm import add_layer_norm, add_rms_norm, rms_norm
+from rose.kernels.carried import Carried
+from rose.kernels.causal_conv import causal_conv, causal_conv_step
+from rose.kernels.delta_heads import DeltaHeads, Gates
 from rose.kernels.embed_layer_norm import embed_layer_norm
+from rose.kernels.gated_delta_rule import gated_delta_rule
+from rose.kernels.gated_delta_step import gated_delta_step
+from rose.kernels.gated_norm import gated_norm
+from rose.kernels.gated_qk_norm_rope import gated_qk_norm_rope
 from rose.kernels.linear import linear, linear_gated, linear_partial
 from rose.kernels.pool import pool_finish
 from rose.kernels.qk_norm_rope import qk_norm_rope, rope_table
 from rose.kernels.short_attention import short_attention
+from rose.kernels.sigmoid_gate import sigmoid_gate
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [37, 1, 64, 26]
@@ -75,12 +83,49 @@ def qwen3(cu_seqlens, positions):
     return run
 
 
+def qwen3_5(cu_seqlens, positions):
+    """A gated delta net, its step on two of the tokens, and gated attention, of a Qwen3.5-0.8B shape."""
+    D, H, G, dh, heads = 1024, 8, 2, 256, DeltaHeads(16, 16, 128, 128)
+    C, V = heads.channels, 2048
+    stream0, table, gain = randn(positions.shape[0], D), rope_table(600, 64, 1e7, "cuda"), torch.randn(D, device="cuda")
+    head_gain, norm = torch.randn(dh, device="cuda"), torch.randn(128, device="cuda")
+    a_log, dt_bias = torch.rand(16, device="cuda"), torch.randn(16, device="cuda") - 3
+    in_w, out_w, taps = randn(C + V + 32, D, scale=0.03), randn(D, V, scale=0.03), randn(C, 1, 4)
+    qkv_w, o_w = randn(2 * (H + G) * dh, D, scale=0.03), randn(D, H * dh, scale=0.03)
+    rows = torch.tensor([2, 1], dtype=torch.int32, device="cuda")
+    lengths = torch.tensor([9, 1], dtype=torch.int32, device="cuda")
+    inputs0, states0 = randn(3, C, 3), torch.randn(3, 16, 128, 128, device="cuda")
+    inputs, states = inputs0.clone(), states0.clone()
+
+    def run(after):
+        inputs.copy_(inputs0)
+        states.copy_(states0)
+        x = after(rms_norm(stream0, gain, 1e-6))
+        packed = after(linear(x, in_w))
+        gates = Gates(packed[:, C + V :], a_log, dt_bias)
+        mixed = after(causal_conv(packed[:, :C], taps, cu_seqlens))
+        o = after(gated_delta_rule(mixed, gates, cu_seqlens, heads))
+        step = after(causal_conv_step(packed[:2, :C], taps, Carried(inputs, rows, lengths)))
+        first = after(gated_delta_step(step, gates.rows(0, 2), heads, Carried(states, rows, lengths)))
+        y = after(gated_norm(o, packed[:, C : C + V], norm, 1e-6))
+        x, stream = after(add_rms_norm(after(linear_partial(y, out_w)), stream0, gain, 1e-6))
+        qkv = after(linear(x, qkv_w))
+        q = after(gated_qk_norm_rope(qkv, positions, table, head_gain, head_gain, 1e-6, H, G))
+        k, v = qkv[:, 2 * H * dh :].unflatten(1, (2, G, dh)).unbind(1)
+        a = after(short_attention(q, k, v, cu_seqlens, 64, True, dh**-0.5))
+        pieces = after(linear_partial(after(sigmoid_gate(a, qkv)), o_w))
+        x, _ = after(add_rms_norm(pieces, stream, gain, 1e-6))
+        return torch.cat([pool_finish(x, cu_seqlens, "mean", "none").flatten(), first.flatten(), states.flatten()])
+
+    return run
+
+
 def one_at_a_time(x):
     torch.cuda.synchronize()
     return x
 
 
-@pytest.mark.parametrize("model", [bert, qwen3])
+@pytest.mark.parametrize("model", [bert, qwen3, qwen3_5])
 def test_chains(device, model):
     """Back to back, and in a graph whose memory is poisoned between replays, 50 times each."""
     cu_seqlens = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)

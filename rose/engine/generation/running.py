@@ -76,15 +76,13 @@ class Running:
         self._spent.clear()
 
     def grow(self) -> list[Sequence]:
-        """A page for every decoding sequence that has filled its last one, oldest first.
+        """A page for every decoding sequence that has filled its last one.
 
         Returns:
-            The sequences that were set back for that.
+            The sequences that were set back for that, youngest first.
         """
         short = [c.sequence for c in self._decoding.values() if c.sequence.computed >= c.sequence.capacity]
         lost: list[Sequence] = []
-        if len(short) > self.pages.available:
-            short.sort(key=age)
         for sequence in short:
             if sequence.state is State.DECODE and self._find_page(sequence, lost):
                 sequence.pages += self.pages.take(1)
@@ -217,7 +215,7 @@ class Running:
         if sequence.pages:
             self.pages.release(sequence.pages)
             sequence.pages = []
-            sequence.capacity = sequence.kept = 0
+            sequence.capacity = 0
 
     def _release_lane(self, sequence: Sequence) -> None:
         if sequence.lane:
