@@ -193,6 +193,8 @@ def gemm_sm90(
     """As `gemm` and `gemm_gated` of gemm.py; bf16 or fp16, shapes and tiles for which `sm90_reason` is None."""
     require_contiguous(x=x, weight=weight, bias=bias)
     (M, K), N = x.shape, weight.shape[0] // (2 if gated else 1)
+    if N % tile.bn or K % (tile.bk * tile.split):
+        raise ValueError(sm90_reason(tile, N, K, gated=gated))
     if tile.split > 1 and (not pieces or gated or bias is not None or activation is not None):
         raise ValueError("a split product has no epilogue of its own")
     dtype = torch.float32 if tile.split > 1 else x.dtype

@@ -21,6 +21,8 @@ Kind = Literal["plain", "prefetch", "sm90"]
 BUCKETS = (16, 32, 64, 128, 192, 256, 512, 1024)
 LARGE = "large"
 _TABLE = Path(__file__).with_name("tiles.json")
+# Most tokens of a step of generating; a bucket.
+_FEW = 64
 # Streaming multiprocessors of an H100 or H200: what one wave of programs should fill.
 _SMS = 132
 
@@ -71,13 +73,37 @@ def key(op: Op, n: int, k: int) -> str:
 def choose(op: Op, n: int, k: int, tokens: int) -> Tile | None:
     """The tile for a [tokens, k] x [n, k] product (`n`: outputs, of one half where gated); None: the library serves it.
 
-    The library (cuBLAS) serves what the table leaves to it, and more than 1024 tokens where the table is silent.
+    The library (cuBLAS) serves what the table leaves to it, and more than 1024 tokens where the table is silent. Fewer
+    than 64 tokens take what was measured for 64: the Hopper kernel's tiles have 64 rows at least, and rows past the
+    tokens cost no bytes.
     """
     name = bucket(tokens)
     rows = _table().get(key(op, n, k), {})
     if name in rows:
         return rows[name]
-    return None if name == LARGE else heuristic(op, n, k, tokens)
+    if tokens <= _FEW and str(_FEW) in rows:
+        return rows[str(_FEW)]
+    if name == LARGE:
+        return None
+    return (few_tokens(op, n, k) if tokens <= _FEW else None) or heuristic(op, n, k, tokens)
+
+
+def few_tokens(op: Op, n: int, k: int) -> Tile | None:
+    """For steps of generating, whose time is that of the weights' bytes: the Hopper kernel, with as many weights on
+    their way as shared memory holds (4.2 TB/s times a microsecond are 36 KiB an SM).
+
+    Returns:
+        None for weights of less than 8 MiB, and for shapes that are not whole tiles.
+    """
+    halves = 2 if op == "gated" else 1
+    if halves * n * k < 4 << 20 or n % 64 or k % 128:
+        return None
+    if op == "gated":
+        return Tile(64, 64, 64, 1, 4, 3, "sm90", ahead=5) if k <= 64 * 64 else None
+    split = 1
+    while op == "partial" and split < 8 and (n // 64) * split < 128 and k % (256 * split) == 0:
+        split *= 2
+    return Tile(64, 64, 128, split, 4, 3, "sm90", ahead=8) if k // split <= 64 * 128 else None
 
 
 def heuristic(op: Op, n: int, k: int, tokens: int) -> Tile:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from rose.kernels import activation, linear, tiles
 from rose.kernels.gemm import gemm, gemm_gated
-from rose.kernels.gemm_sm90 import runs_sm90, sm90_reason
+from rose.kernels.gemm_sm90 import gemm_sm90, gluon, runs_sm90, sm90_reason
 from rose.kernels.tiles import Tile
 
 SHAPES = [(1, 16, 16), (5, 24, 40), (37, 50, 100), (64, 32, 64), (70, 129, 33)]  # T, N, K
@@ -115,6 +115,35 @@ def test_a_rows_value_does_not_depend_on_its_place(place):
     assert torch.equal(whole.roll(7, 1), turned)
 
 
+def test_a_product_that_is_not_whole_tiles_is_refused():
+    """Halves of 96 in tiles of 64 once gave NaN."""
+    if gluon is None:
+        pytest.skip("needs Triton's Gluon")
+    with pytest.raises(ValueError, match="96 x 64 is not whole tiles of 64 x 64"):
+        gemm_sm90(torch.ones(1, 64), torch.ones(192, 64), None, "silu", Tile(64, 64, 64, 1, 4, 2, "sm90"),
+                  pieces=False, gated=True)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "n", "k"),
+    [("linear", 6144, 4096), ("partial", 4096, 4096), ("gated", 12288, 4096), ("partial", 4096, 12288)],
+)
+def test_few_tokens_of_a_shape_nobody_measured(op, n, k):
+    """Qwen3-8B: the Hopper kernel, whole tiles, a wave of programs, within shared memory."""
+    for tokens in (1, 8, 64):
+        tile = tiles.choose(op, n, k, tokens)
+        assert tile.kind == "sm90"
+        assert sm90_reason(tile, n, k, gated=op == "gated") is None
+        assert 90 <= n // tile.bn * tile.split <= 264
+    assert tiles.choose(op, n, k, 65).kind == "plain"
+
+
+def test_few_tokens_take_what_was_measured_for_64():
+    rows = tiles._table()["gated:3072x1024"]
+    assert tiles.choose("gated", 3072, 1024, 1) == tiles.choose("gated", 3072, 1024, 33) == rows["64"]
+    assert tiles.choose("linear", 384, 384, 1).kind == "plain"
+
+
 @pytest.mark.parametrize("op", ["linear", "partial", "gated"])
 @pytest.mark.parametrize("kind", ["plain", "prefetch", "sm90"])
 def test_every_product_runs_the_kernel_its_tile_names(monkeypatch, op, kind):
@@ -142,8 +171,10 @@ def test_sm90(place, close, T, N, K, tile):
     x, weight, bias = place.randn(T, K), place.randn(N, K, scale=K**-0.5), place.randn(N)
     for name in ACTIVATIONS:
         close(run(x, weight, bias, name, tile), ACTIVATIONS[name](product(x, weight) + bias.double()))
-    gate, up = product(x, weight).chunk(2, -1)
-    close(run(x, weight, None, "silu", tile, gated=True), F.silu(gate) * up)
+    both = place.randn(2 * N, K, scale=K**-0.5)
+    if sm90_reason(tile, N, K, gated=True) is None:
+        gate, up = product(x, both).chunk(2, -1)
+        close(run(x, both, None, "silu", tile, gated=True), F.silu(gate) * up)
     close(run(x, weight, None, None, tile, pieces=True)[0], product(x, weight))
     split = dataclasses.replace(tile, split=K // tile.bk)
     pieces = run(x, weight, None, None, split, pieces=True)
