@@ -197,14 +197,22 @@ def _chunks(tile: Tile, n: int, ks: int, x: Tensor) -> int:
     return 0 if ks % (8 * chunks) else chunks
 
 
-def gemm(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, tile: Tile, pieces: bool) -> Tensor:
-    """[T, N] in x's dtype; with `pieces` [split, T, N], fp32 where split > 1."""
+def gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    tile: Tile,
+    pieces: bool,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """[T, N] in `dtype`, None for x's own; with `pieces` [split, T, N], fp32 where split > 1."""
     require_contiguous(x=x, weight=weight, bias=bias)
     (M, K), N = x.shape, weight.shape[0]
     if tile.split > 1 and (not pieces or bias is not None or activation is not None):
         raise ValueError("a split product has no epilogue of its own")
     ks = cdiv(cdiv(K, tile.bk), tile.split) * tile.bk
-    dtype = torch.float32 if tile.split > 1 else x.dtype
+    dtype = torch.float32 if tile.split > 1 else dtype or x.dtype
     out = torch.empty((tile.split, M, N) if pieces else (M, N), dtype=dtype, device=x.device)
     launch(
         _gemm,

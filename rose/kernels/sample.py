@@ -18,7 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rose.kernels.greedy import greedy_triton
+from rose.kernels.launch import runs_triton
 from rose.kernels.philox import exponential_ref
+from rose.kernels.sample_triton import sample_triton
 
 # Below it a row is greedy: dividing by less would leave fp32.
 MIN_TEMPERATURE = 1e-5
@@ -112,7 +115,7 @@ def greedy(logits: Tensor, vocab_limit: int) -> Tensor:
     Returns:
         [S] int32; NOT_FINITE (-1) for a row with NaN or +inf, or with nothing above -inf.
     """
-    return greedy_ref(logits, vocab_limit)
+    return (greedy_triton if runs_triton(logits) else greedy_ref)(logits, vocab_limit)
 
 
 def sample(
@@ -138,7 +141,10 @@ def sample(
     Returns:
         [S] int32, or NOT_FINITE as in `greedy`.
     """
-    return sample_ref(logits, temperature, top_k, top_p, min_p, seeds, steps, vocab_limit)
+    rows = temperature, top_k, top_p, min_p, seeds, steps
+    if runs_triton(logits):
+        return sample_triton(logits, *rows, vocab_limit, MIN_TEMPERATURE)
+    return sample_ref(logits, *rows, vocab_limit)
 
 
 def logprobs(logits: Tensor, ids: Tensor, k: int, vocab_limit: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -29,11 +29,13 @@ MODULES = (
     "gated_qk_norm_rope",
     "gemm",
     "gemm_sm90",
+    "greedy",
     "latest",
     "paged_decode",
     "paged_prefill",
     "pool",
     "qk_norm_rope",
+    "sample_triton",
     "short_attention",
     "sigmoid_gate",
     "store_kv",
@@ -42,6 +44,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
+    torch.int64: "*i64",
     torch.int8: "*i8",
     torch.uint8: "*u8",
 }
@@ -271,6 +274,18 @@ def test_store_kv(compiled, heads, kv_heads, head_dim, turned):
     rotation = HeadRotation(ints(5), torch.empty(64, turned), w, w, 1e-6)
     qk_norm_rope_store_triton(bf16(5, (heads + 2 * kv_heads) * head_dim), rotation, *caches, ints(5))
     check(compiled, 2)
+
+
+@pytest.mark.parametrize("vocabulary", [32_000, 151_936, 248_320])
+def test_sampling(compiled, vocabulary):
+    from rose.kernels.greedy import greedy_triton
+    from rose.kernels.sample_triton import sample_triton
+
+    logits, fractions = torch.empty(4, vocabulary), torch.empty(4)
+    greedy_triton(logits, vocabulary)
+    seeds = torch.empty(4, dtype=torch.int64)
+    sample_triton(logits, fractions, ints(4), fractions, fractions, seeds, ints(4), vocabulary, 1e-5)
+    check(compiled, 4)
 
 
 def _table_cases():
