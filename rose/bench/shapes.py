@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.bench.made_tokenizers import write_tokenizer
-from rose.bench.made_weights import STD, write_weights
+from rose.bench.made_weights import write_weights
 
 SEED = 20260904
 
@@ -253,9 +253,7 @@ def build_checkpoint(name: str, folder: Path, *, seed: int = SEED, shapes: Mappi
     config = dict(shape.config)
     if shape.transformers_class == "Qwen3Model":
         config["model_type"] = "qwen3"
-    # A narrow language model would repeat its last token for ever: its layers would add little to the embedding.
-    std = STD if shape.pooling is not None else STD * max(1.0, (1024 / config["hidden_size"]) ** 0.5)
-    write_weights(config, shape.transformers_class, folder, seed, std=std)
+    write_weights(config, shape.transformers_class, folder, seed, language_model=shape.pooling is None)
     (folder / "complete").touch()  # last, so that a folder half written is written again
     return folder
 
