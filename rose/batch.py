@@ -7,7 +7,7 @@ N output features, K input features, P pieces of a split-K sum, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -84,6 +84,7 @@ class PagedContext:
         max_kv_length: upper bound of kv_lengths on the host; inside a graph the bucket's bound.
         decodes: leading sequences of the batch that have exactly one token each; the others are chunks of prompts.
         states: [B] int32: row of each sequence in the pools of recurrent state; None where the model has none.
+        host_kv_lengths: kv_lengths on the host, for backends that plan there; None where nobody asked for them.
     """
 
     page_table: Tensor
@@ -93,6 +94,7 @@ class PagedContext:
     max_kv_length: int
     decodes: int
     states: Tensor | None = None
+    host_kv_lengths: Sequence[int] | None = None
 
 
 class RecurrentStates(Protocol):

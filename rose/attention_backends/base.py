@@ -137,6 +137,8 @@ _BACKENDS: dict[str, tuple[str, str]] = {
 _PAGED: dict[str, tuple[str, str]] = {
     "triton_paged": ("rose.attention_backends.triton_paged", "TritonPaged"),
     "torch_paged": ("rose.attention_backends.torch_paged", "TorchPaged"),
+    # Last: it plans on the host, some 50 to 100 us a step, and needs lengths there. For comparison, and by name.
+    "flashinfer_paged": ("rose.attention_backends.flashinfer_paged", "FlashInferPaged"),
 }
 
 _AUTO = ("auto", ("rose.attention_backends.auto", "AutoBackend"))

@@ -3,106 +3,23 @@ kernels themselves on a GPU, in graphs too."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from rose.attention_backends import AttentionSpec, KeepsPlans, KVCache, Paged, WarmsUp, can_capture, load_backend
-from rose.attention_backends.reference import TOLERANCE, reference_attention, row_error
+from rose.attention_backends.reference import TOLERANCE, row_error
 from rose.attention_backends.triton_paged import TritonPaged
-from rose.batch import Batch, HeadRotation, PackedAttentionPlan, PagedContext
+from rose.batch import Batch, HeadRotation, PackedAttentionPlan
 from rose.errors import InternalError, StartupError
 from rose.kernels.qk_norm_rope import rope_table
+from tests.support import served_pages
+from tests.support.served_pages import check, spec_of
 
-PAGE = 16
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def spec_of(device: str = "cpu", **changes) -> AttentionSpec:
-    spec = AttentionSpec(
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        dtype=torch.bfloat16,
-        device=torch.device(device),
-        causal=True,
-        scale=0.125,
-        layout="paged",
-        max_length=4096,
-    )
-    return replace(spec, **changes)
-
-
-class Served:
-    """Sequences with a history, served batch by batch by one backend over scattered, poisoned pages."""
-
-    def __init__(self, spec: AttentionSpec, lengths: list[int], layers: tuple[int, ...] = (1, 3)) -> None:
-        self.spec = spec
-        self.layers = layers
-        generator = torch.Generator().manual_seed(sum(lengths))
-        pages = sum(-(-n // PAGE) for n in lengths) + 3
-        self.cache = KVCache(layers, pages + 1, PAGE, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.device)
-        for layer in layers:
-            for part in self.cache.layer(layer):
-                part[:] = torch.nan
-        self.backend = TritonPaged(spec)
-        self.backend.bind(self.cache)
-        heads = spec.num_heads + 2 * spec.num_kv_heads
-        self.packed = [
-            torch.randn(n, heads, spec.head_dim, generator=generator).to(spec.device, spec.dtype) for n in lengths
-        ]
-        free = (1 + torch.randperm(pages, generator=generator)).tolist()
-        self.tables = [[free.pop() for _ in range(-(-n // PAGE))] for n in lengths]
-        self.done = [0] * len(lengths)
-
-    def batch(
-        self, chunks: list[tuple[int, int]], *, bound=None, key=None, dummies: int = 0
-    ) -> tuple[Batch, torch.Tensor]:
-        """(batch, packed QKV) of the next tokens of some sequences, (sequence, how many); decodes first."""
-        width = -(-(bound or max(map(len, self.packed))) // PAGE)
-        table = torch.zeros(len(chunks) + dummies, width, dtype=torch.int32)
-        slots, positions, kv, rows = [], [], [], []
-        for row, (i, n) in enumerate(chunks):
-            table[row, : len(self.tables[i])] = torch.tensor(self.tables[i])
-            own = range(self.done[i], self.done[i] + n)
-            positions += own
-            slots += [self.tables[i][p // PAGE] * PAGE + p % PAGE for p in own]
-            kv.append(own.stop)
-            rows.append(self.packed[i][own.start : own.stop])
-            self.done[i] = own.stop
-        lengths = [n for _, n in chunks] + [1] * dummies
-        rows += [torch.ones_like(rows[0][:1])] * dummies
-        kv, slots, positions = kv + [1] * dummies, slots + [0] * dummies, positions + [0] * dummies
-        batch = Batch.pack([[0] * n for n in lengths], device=self.spec.device)
-        ints = [torch.tensor(x, dtype=torch.int32, device=self.spec.device) for x in (positions, kv, slots)]
-        decodes = next((at for at, n in enumerate(lengths) if n > 1), len(lengths))
-        batch.positions = ints[0]
-        table = table.to(self.spec.device)
-        batch.paged = PagedContext(table, ints[1], ints[2], PAGE, bound or max(kv), decodes)
-        batch.key = key
-        return batch, torch.cat(rows)
-
-    def run(self, chunks: list[tuple[int, int]], **options) -> list[torch.Tensor]:
-        batch, packed = self.batch(chunks, **options)
-        plan = self.backend.plan(batch)
-        heads = self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads
-        outs = [plan.run(*packed.split(list(heads), dim=1), layer) for layer in self.layers]
-        for out in outs:
-            assert out.is_contiguous()
-            assert torch.equal(out, outs[0])
-        return list(outs[0][: sum(n for _, n in chunks)].split([n for _, n in chunks]))
-
-    def expected(self, i: int) -> torch.Tensor:
-        spec, done = self.spec, self.done[i]
-        heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-        q, k, v = self.packed[i][:done].split(heads, dim=1)
-        return reference_attention(q, k, v, [done], causal=True, scale=spec.scale, window=spec.window)
-
-
-def check(served: Served, parts: dict[int, list[torch.Tensor]]) -> None:
-    for i, found in parts.items():
-        assert row_error(torch.cat(found), served.expected(i)) <= TOLERANCE[served.spec.dtype]
+def serve(spec: AttentionSpec, lengths: list[int]) -> served_pages.Served:
+    return served_pages.Served(spec, lengths, TritonPaged)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -110,7 +27,7 @@ def check(served: Served, parts: dict[int, list[torch.Tensor]]) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (2, 1, 128), (4, 1, 256), (3, 3, 64)])
 def test_prompts_chunks_and_tokens_in_any_company(device, window, heads, kv_heads, head_dim):
     spec = spec_of(device, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, window=window)
-    served = Served(spec, [129, 17, 60, 16, 1])
+    served = serve(spec, [129, 17, 60, 16, 1])
     parts: dict[int, list[torch.Tensor]] = {i: [] for i in range(5)}
     for chunks in (
         [(0, 100), (1, 15), (3, 15)],
@@ -127,7 +44,7 @@ def test_prompts_chunks_and_tokens_in_any_company(device, window, heads, kv_head
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_step_with_dummies_up_to_a_bound(device):
     """What a graph's bucket adds: dummy sequences in page 0, and a bound that no sequence reaches."""
-    served = Served(spec_of(device), [40, 9, 2])
+    served = serve(spec_of(device), [40, 9, 2])
     parts = {i: [out] for i, out in enumerate(served.run([(0, 30), (1, 2), (2, 1)]))}
     parts[2] += served.run([(2, 1)])
     for number in range(7):
@@ -146,7 +63,7 @@ def test_packed_is_the_rotation_and_then_the_attention(device, norm):
     table = rope_table(200, 64, 1e4, device)
     outs = []
     for packed_way in (True, False):
-        served = Served(spec, [90, 40, 20])
+        served = serve(spec, [90, 40, 20])
         found = []
         for chunks in ([(0, 50), (1, 20)], [(1, 1), (0, 30), (2, 15)], [(1, 1), (2, 1), (0, 1)]):
             batch, packed = served.batch(chunks)
@@ -170,14 +87,14 @@ def test_packed_is_the_rotation_and_then_the_attention(device, norm):
 
 
 def test_only_steps_of_decoding_sequences_are_captured():
-    served = Served(spec_of(), [40, 20])
+    served = serve(spec_of(), [40, 20])
     assert not can_capture(served.backend.plan(served.batch([(0, 10), (1, 10)])[0]))
     assert not can_capture(served.backend.plan(served.batch([(0, 1), (1, 5)])[0]))
     assert can_capture(served.backend.plan(served.batch([(0, 1), (1, 1)])[0]))
 
 
 def test_scratch_belongs_to_a_key_and_comes_back():
-    served = Served(spec_of(), [300, 20])
+    served = serve(spec_of(), [300, 20])
     served.run([(0, 200), (1, 3)])
     backend = served.backend
     assert isinstance(backend, KeepsPlans)
@@ -215,7 +132,7 @@ def test_reasons_and_refusals():
         backend.warm_up(4)
     with pytest.raises(StartupError, match="this one holds"):
         backend.bind(KVCache((0,), 2, 16, 2, 64, torch.float32, "cpu"))
-    served = Served(spec_of(), [40, 20])
+    served = serve(spec_of(), [40, 20])
     batch, _ = served.batch([(0, 10), (1, 1)])
     batch.paged.decodes = 1
     with pytest.raises(InternalError, match="should have one token each"):
@@ -225,7 +142,7 @@ def test_reasons_and_refusals():
 def test_warm_up_reaches_every_kernel_of_its_sizes(monkeypatch):
     """On the CPU the references run; what is checked is that dummies in page 0 get through all of them."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    served = Served(spec_of(), [1])
+    served = serve(spec_of(), [1])
     for layer in served.layers:
         for part in served.cache.layer(layer):
             part.zero_()
@@ -240,7 +157,7 @@ def test_warm_up_reaches_every_kernel_of_its_sizes(monkeypatch):
 def test_a_captured_step_replays_for_other_lengths(packed_way):
     """One graph of a bucket of four, its buffers overwritten from step to step, against the plain run of each step."""
     spec = spec_of("cuda", num_heads=16, num_kv_heads=8, head_dim=128, scale=128**-0.5)
-    served, plain = (Served(spec, [2060, 100, 17, 40]) for _ in range(2))
+    served, plain = (serve(spec, [2060, 100, 17, 40]) for _ in range(2))
     start = [(0, 2040), (1, 5), (2, 2), (3, 20)]
     served.run(start)
     plain.run(start)
