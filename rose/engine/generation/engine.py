@@ -218,7 +218,6 @@ class GenerationEngine:
             "pages_used": pages.total - pages.available,
             "pages_cached": pages.cached,
             "pages_total": pages.total,
-            "device_us": round(self._pipeline.device_seconds * 1e6),
         }
 
     def decode_keys(self, longest: int, draws: Iterable[Draw]) -> list[GenerationKey]:
