@@ -19,6 +19,10 @@ class EngineConfig:
         online_tokens: most tokens of a batch while single queries wait. On an H200 larger batches still raise the
             rate, but every query in the batch then waits for all of it.
         bulk_tokens: most tokens of a batch otherwise.
+        shared_tokens: most tokens of larger requests in a batch while single queries come: within a quarter of a second
+            of the last one. A query that arrives waits for the batch under way, so this bounds what it waits: with 256,
+            the p99 of queries beside a job of 10,000 passages stays within twice what it is alone, and the job takes
+            4.4 s instead of 2.4 while they keep coming (BGE-M3's times on an H200, computed).
         max_sequences: most sequences of a batch.
         max_tokens: longest sequence accepted, in tokens, special tokens included.
         max_in_flight: batches launched and not yet finished, at most.
@@ -33,7 +37,8 @@ class EngineConfig:
 
     online_tokens: int = 2048
     bulk_tokens: int = 16384
-    max_sequences: int = 256
+    shared_tokens: int = 256
+    max_sequences: int = 512
     max_tokens: int = 512
     max_in_flight: int = 2
     graph_bytes: int = 0
@@ -59,7 +64,7 @@ class ServerConfig:
     """
 
     address: str = "127.0.0.1:0"
-    max_queued_tokens: int = 1 << 20
+    max_queued_tokens: int = 1 << 22
     max_queued_requests: int = 4096
     max_request_items: int = 2048
     max_payload: int = 64 << 20

@@ -66,7 +66,9 @@ class Buckets:
         self._tokens = [*range(64, min(1024, inflection_tokens) + 1, 64), *range(1280, inflection_tokens + 1, 256)]
         self._bounds = _length_bounds(max_tokens)
         # Dummies come on top of the real sequences: two steps more than the most real ones leave room for them.
-        self._sequences = _sequence_steps(2 * max_sequences)
+        # A batch of short texts is full of sequences, not of tokens: one step a few dummies above spares it the padding
+        # that a third more sequences would have to be made of.
+        self._sequences = sorted({*_sequence_steps(2 * max_sequences), max_sequences + max(1, max_sequences // 32)})
         self._singles: dict[tuple[int, tuple[str, ...], bool, bool], GraphKey] = {}
 
     def key(

@@ -109,6 +109,7 @@ class Engine:
             outputs = resolve_outputs(request.outputs, self._model.outputs, self._model.default_output)
             if len(self._resolved) < MAX_RESOLVED:
                 self._resolved[request.outputs] = outputs
+        self._scheduler.at(self._clock())
         self._scheduler.add(request, outputs)
 
     def abort(self, request_id: int) -> bool:
@@ -128,6 +129,7 @@ class Engine:
             flight already and are to be ignored. Empty: nothing to do now, see `wake_at`.
         """
         now = self._clock()
+        self._scheduler.at(now)
         results: list[StepResult] = []
         if dropped := self._scheduler.expire(now):
             self.metrics.expired_requests += len(dropped)

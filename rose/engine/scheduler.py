@@ -13,6 +13,7 @@ all at the end. Cost a batch: O(log n) a part, whatever the size of the requests
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_right
 from collections import deque
 from typing import NamedTuple
@@ -28,6 +29,8 @@ LOOK_PAST = 8
 # While single queries wait, a larger request gets 1 / PARTS of the batch a round: up to three of them open, a query
 # that arrives still joins the very next batch.
 PARTS = 4
+# So long after a single query another one is expected, and larger requests get `shared_tokens` a batch.
+EXPECT_SECONDS = 0.25
 # Batches class BULK may be passed over before it gets one part: it yields, but never starves.
 BULK_PATIENCE = 16
 # Lanes of a class that are kept although nothing waits in them; a lane for each set of outputs somebody once asked for.
@@ -71,8 +74,9 @@ class Lane:
 class Draft:
     """A batch being filled."""
 
-    def __init__(self, max_tokens: int, max_sequences: int) -> None:
+    def __init__(self, max_tokens: int, max_sequences: int, shared_tokens: int) -> None:
         self._max_tokens = max_tokens
+        self._shared_tokens = shared_tokens
         self._max_sequences = max_sequences
         self.runs: list[Run] = []
         self.tokens = 0
@@ -83,14 +87,16 @@ class Draft:
         return self.tokens >= self._max_tokens or self.sequences >= self._max_sequences
 
     def take(self, request: OpenRequest, divisor: int) -> bool:
-        """Take one part of `request`: at most 1 / divisor of the batch, but at least one sequence if that fits.
+        """Take one part of `request`: at most 1 / divisor of the batch, but at least one sequence if that fits; of a
+        larger request no more than makes the batch `shared_tokens` long.
 
         A sequence longer than any batch is taken alone.
 
         Returns:
             Whether the request has had its part; False if less was left of this batch than that.
         """
-        room, places = self._max_tokens - self.tokens, self._max_sequences - self.sequences
+        most_tokens = self._max_tokens if request.single else self._shared_tokens
+        room, places = most_tokens - self.tokens, self._max_sequences - self.sequences
         part, part_places = -(-self._max_tokens // divisor), -(-self._max_sequences // divisor)
         first, ends = request.next, request.ends
         most = first + min(places, part_places)
@@ -130,6 +136,8 @@ class Scheduler:
         self._serial = 0
         self._singles = 0
         self._bulk_passed_over = 0
+        self._single_at = -math.inf
+        self._now = -math.inf
         self.queued_tokens = 0
         self.queued_sequences = 0
 
@@ -144,12 +152,26 @@ class Scheduler:
     @property
     def budget(self) -> int:
         """Most tokens of the next batch."""
-        return self._config.online_tokens if self._singles else self._config.bulk_tokens
+        if self._singles:
+            return self._config.online_tokens
+        return self._shared_tokens
+
+    @property
+    def _shared_tokens(self) -> int:
+        """Most tokens of a batch that holds larger requests."""
+        config = self._config
+        if self._now - self._single_at < EXPECT_SECONDS:
+            return min(config.shared_tokens, config.online_tokens, config.bulk_tokens)
+        return config.online_tokens if self._singles else config.bulk_tokens
 
     @property
     def full(self) -> bool:
         """Whether waiting longer could not make the next batch larger."""
         return self.queued_tokens >= self.budget or self.queued_sequences >= self._config.max_sequences
+
+    def at(self, now: float) -> None:
+        """Tell the time by which `add` and `next_batch` go."""
+        self._now = now
 
     def add(self, request: Request, outputs: tuple[str, ...]) -> None:
         """Queue a request.
@@ -172,6 +194,8 @@ class Scheduler:
         self.queued_tokens += opened.ends[-1]
         self.queued_sequences += len(lengths)
         self._singles += single
+        if single:
+            self._single_at = self._now
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, opened.serial, request.id))
 
@@ -216,7 +240,8 @@ class Scheduler:
             return None
         oldest_bulk = None if bulk is None else bulk.first()
         waits_at = -1 if oldest_bulk is None else oldest_bulk.next
-        draft = Draft(self.budget, 1 if leader.key.alone else self._config.max_sequences)
+        sequences = 1 if leader.key.alone else self._config.max_sequences
+        draft = Draft(self.budget, sequences, self._shared_tokens)
         if overdue or leader.key.alone:
             self._fill(draft, leader, turns=1)
         if not leader.key.alone:

@@ -47,7 +47,7 @@ def check(report, requests):
     assert report.memory_growth < 8 << 20, f"{report.memory_growth >> 20} MiB more after the second half"
 
 
-@pytest.mark.parametrize("name", [mix[0] for mix in MIXES if mix[0] not in ("queries", "sentences")])
+@pytest.mark.parametrize("name", [mix[0] for mix in MIXES])
 def test_padding_of_bulk_jobs_is_under_three_percent(name):
     seen = simulate([], lengths_of(name, 3_000), graphs=True)
     assert seen.padding / (seen.padding + seen.tokens) < 0.03
@@ -61,13 +61,18 @@ def test_sixteen_queries_in_flight_beside_ten_thousand_passages():
     assert len(beside.singles) > len(alone.singles) / 2
 
 
-@pytest.mark.parametrize("per_s", [20, 200])
-def test_a_query_beside_ten_thousand_passages_waits_for_two_batches_at_most(per_s):
-    """One that runs, one that was launched behind it, and then its own."""
+@pytest.mark.parametrize("per_s", [100, 200, 400])
+def test_queries_at_random_beside_ten_thousand_passages(per_s):
+    """What runs when a query comes is bounded: p99 stays within twice what it is alone."""
+    alone = simulate(poisson(per_s, 1.5, (16, 512)), [])
     beside = simulate(poisson(per_s, 1.5, (16, 512)), lengths_of("passages", 10_000))
+    assert beside.percentile(99) <= 2 * alone.percentile(99)
+
+
+def test_the_first_query_in_a_while_waits_for_two_batches_at_most():
+    beside = simulate(poisson(2, 1.5, (16, 512)), lengths_of("passages", 10_000))
     full, own = BATCH_SECONDS + 16384 * TOKEN_SECONDS, BATCH_SECONDS + 2048 * TOKEN_SECONDS
-    assert beside.percentile(99) <= 1.05 * (2 * full + own)
-    assert beside.percentile(50) <= full + own
+    assert beside.percentile(100) <= 1.05 * (2 * full + own)
 
 
 def test_a_server_process_under_mixed_load(tmp_path):
