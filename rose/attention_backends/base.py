@@ -68,6 +68,11 @@ class Paged(Protocol):
         ...
 
 
+def plans_on_host(backend: AttentionBackend) -> bool:
+    """Whether it needs `PagedContext.host_kv_lengths`; it says so with an attribute of this name."""
+    return bool(getattr(backend, "plans_on_host", False))
+
+
 @runtime_checkable
 class WarmsUp(Protocol):
     """A backend that compiles or loads something on its first use; call this before serving and before any capture."""
@@ -136,9 +141,8 @@ _BACKENDS: dict[str, tuple[str, str]] = {
 # The same for those that keep a cache in pages (AttentionSpec.layout "paged"), in order of preference.
 _PAGED: dict[str, tuple[str, str]] = {
     "triton_paged": ("rose.attention_backends.triton_paged", "TritonPaged"),
-    "torch_paged": ("rose.attention_backends.torch_paged", "TorchPaged"),
-    # Last: it plans on the host, some 50 to 100 us a step, and needs lengths there. For comparison, and by name.
     "flashinfer_paged": ("rose.attention_backends.flashinfer_paged", "FlashInferPaged"),
+    "torch_paged": ("rose.attention_backends.torch_paged", "TorchPaged"),
 }
 
 _AUTO = ("auto", ("rose.attention_backends.auto", "AutoBackend"))

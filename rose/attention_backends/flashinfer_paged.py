@@ -89,6 +89,7 @@ class FlashInferPagedPlan:
 
 class FlashInferPaged:
     name = "flashinfer_paged"
+    plans_on_host = True
 
     def __init__(
         self, spec: AttentionSpec, *, arena: Arena | None = None, new_fence: Callable[[], Fence] | None = None

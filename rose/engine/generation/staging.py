@@ -44,6 +44,11 @@ class Staged:
     decodes: int
     rows: int
 
+    def kv_lengths(self) -> list[int]:
+        """Tokens of each sequence in the cache once the batch is stored, dummies included."""
+        lengths: list[int] = host_parts(self.packed.numpy(), self.layout)["kv_lengths"].tolist()
+        return lengths
+
 
 class _Work(NamedTuple):
     """A plan, and of each of its chunks the lane and the position behind its last token."""
@@ -52,7 +57,6 @@ class _Work(NamedTuple):
     decodes: int
     lanes: list[int]
     ends: list[int]
-
 
 @dataclass(slots=True)
 class _Slot:
