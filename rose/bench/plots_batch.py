@@ -101,7 +101,7 @@ def _decode(axes: Any, rows: Sequence[Row], model: str) -> None:
     for prompt, style in zip(prompts, ("o-", "s--", "^:", "d-."), strict=False):
         for via in WAYS:
             own = sorted((row for row in rows if row.via == via and row.tokens == prompt), key=lambda r: r.in_flight)
-            points = [(row.in_flight, row.step_ms or row.tpot_p50_ms) for row in own]
+            points = [(row.in_flight, row.step_ms or row.tpot_ms) for row in own]
             if points:
                 axes.plot(
                     *zip(*points, strict=True), style, color=COLORS[via], label=f"{WAYS[via]}, prompts of {prompt}"

@@ -42,7 +42,8 @@ class Row:
 
     Attributes:
         load: "latency", "scoring", "throughput-TOKENS", "concurrency-IN_FLIGHT" or "decode".
-        tokens: of each sequence, or of each prompt. batch: sequences of one request. in_flight: requests open at once.
+        tokens: of each sequence, or of each prompt. batch: sequences of one request, or prompts at a time.
+        in_flight: requests open at once.
         via: "engine" (in process), "link", "grpc" or "http"; all but the first from another process.
         backend: attention backend that served it.
         graph_hit_share: batches replayed from a captured graph, of all timed.
@@ -55,7 +56,8 @@ class Row:
         busy_share: of the clock's time, what the engine's batches took the device by its own events.
         gpu_util: share of the samples' time in which any kernel ran, as NVML tells it.
         new_tokens: generated a prompt.
-        ttft_*_ms: from sending a request to its first token. tpot_*_ms: of a request, (last token - first) / (n - 1).
+        ttft_ms, ttft_p99_ms: from sending a request to its first token: median, and 99 of 100.
+        tpot_ms, tpot_p99_ms: of a request, (last token - first) / (n - 1).
         gap_p99_ms: between two tokens of one request. step_ms: a token, once all prompts of a round are in.
         agreement: of generated tokens, those that are the reference's best where it has a clear one.
     """
@@ -86,9 +88,9 @@ class Row:
     busy_share: float | None = None
     gpu_util: float | None = None
     new_tokens: int | None = None
-    ttft_p50_ms: float | None = None
+    ttft_ms: float | None = None
     ttft_p99_ms: float | None = None
-    tpot_p50_ms: float | None = None
+    tpot_ms: float | None = None
     tpot_p99_ms: float | None = None
     gap_p99_ms: float | None = None
     step_ms: float | None = None

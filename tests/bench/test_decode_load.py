@@ -211,10 +211,11 @@ def test_decode_from_folder_to_rows_over_every_way(tmp_path, folder, capfd):
     assert {(row.via, row.in_flight) for row in rows} == {(v, b) for v in decode.WAYS for b in (1, 3)}
     for row in rows:
         assert (row.load, row.tokens, row.new_tokens, row.n) == ("decode", 16, 8, 2 * row.in_flight)
-        assert row.ttft_p50_ms is not None
-        assert row.tpot_p50_ms is not None
-        assert 0 < row.ttft_p50_ms <= row.p50_ms
-        assert row.p50_ms >= 7 * row.tpot_p50_ms * 0.5
+        assert row.batch == row.in_flight
+        assert row.ttft_ms is not None
+        assert row.tpot_ms is not None
+        assert 0 < row.ttft_ms <= row.p50_ms
+        assert row.p50_ms >= 7 * row.tpot_ms * 0.5
         assert row.agreement == (None if row.via == "http" else 1.0)
         assert row.tokens_per_s == pytest.approx(row.per_s * 8, rel=0.01)
     assert np.isfinite([row.max_ms for row in rows]).all()
