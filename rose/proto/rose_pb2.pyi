@@ -705,7 +705,7 @@ class GenerateChunk(google.protobuf.message.Message):
     """in the last chunk, as are the next three"""
     completion_tokens: builtins.int
     cached_tokens: builtins.int
-    """of the prompt, found in the cache"""
+    """of the prompt, found in the cache; in the first chunk too"""
     stop: builtins.str
     """fronts only: the stop string that ended it"""
     @property

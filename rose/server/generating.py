@@ -131,7 +131,8 @@ class GenerateService(Service[OpenGeneration]):
             return  # answered meanwhile: cancelled or expired
         generation.tokens += 1
         generation.cached_tokens = generation.cached_tokens or token.cached_tokens
-        chunk = pb.GenerateChunk(tokens=(token.token,))
+        # Told at once: a client that stops at a string of its own never sees the last chunk.
+        chunk = pb.GenerateChunk(tokens=(token.token,), cached_tokens=token.cached_tokens)
         if token.logprob is not None:
             logprobs = chunk.logprobs.add(logprob=token.logprob)
             for alternative, logprob in token.top:

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from rose.client import Client
+from rose.client.messages import generate_request
 from rose.errors import Cancelled, DeadlineExceeded, InternalError, InvalidInput, NonFinite, RoseError, Unsupported
 from rose.proto import rose_pb2 as pb
 from rose.proto.frames import FrameType, encode_frame
@@ -64,7 +65,9 @@ def test_cached_tokens_are_told():
     with serving_generation() as server, Client(server.address) as client:
         prompt = list(range(3, 43))
         seen = [list(client.generate(prompt, max_new_tokens=3))[-1].usage.cached_tokens for _ in range(2)]
+        first = next(client.generate_message(generate_request(prompt, max_new_tokens=9)))
     assert seen == [0, 32]
+    assert first.cached_tokens == 32, "who stops before the last chunk would never hear of it"
 
 
 def test_timing_tells_waiting_and_computing_apart():
