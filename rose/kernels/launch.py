@@ -9,8 +9,10 @@ activations are ready. Every kernel here follows one rule, and is safe in any or
 1. `gdc_launch_dependents` at the top (or right after the wait): the next kernel may start as soon as all programs of
    this one have come that far.
 2. Before `gdc_wait` a kernel writes nothing, and reads only what is at rest: parameters (weights, biases, rotary
-   tables: loading ends with a device synchronisation) and the description of the batch (positions, cu_seqlens), staged
-   before the batch's first kernel. That first kernel, the embedding, reads everything after its wait.
+   tables: loading ends with a device synchronisation), the description of the batch (positions, cu_seqlens, lengths,
+   pages), staged before the batch's first kernel, and rows of a cache that earlier batches stored. That first kernel
+   reads everything after its wait; where there is a cache it lets the next one start only then, so that no kernel of a
+   batch runs beside one of an earlier batch.
 3. Every program calls `gdc_wait` before it first reads anything that an earlier kernel of the batch wrote, and before
    it first writes anything at all. No program returns without having called it.
 

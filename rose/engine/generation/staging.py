@@ -1,8 +1,9 @@
 """From a plan to a packed batch: one host buffer, one copy to the device.
 
 Two such buffers are used in turn; each is fenced by the ticket of the batch that read it last, because a copy in flight
-still reads it. What a decoding batch is rounded up by becomes dummy sequences behind the real ones: one token at
-position 0, in page 0, of lane 0. Knows plans and arrays; knows neither policy nor models.
+still reads it. What a batch is rounded up by becomes dummy sequences, of tokens at position 0, in page 0, of lane 0:
+behind the decoding sequences with one token each, behind the chunks of prompts with all the tokens that are missing.
+Knows plans and arrays; knows neither policy nor models.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class Staged:
 
     Attributes:
         packed: [layout.size] int32 on the host; may be read until the slot's fence.
-        lengths: tokens of each sequence, dummies included and last.
-        decodes: leading sequences that have exactly one token each.
-        rows: sequences that are not dummies; they come first, in the order of the plan.
+        lengths: tokens of each sequence, dummies included. kv_lengths: the same in the cache.
+        decodes: leading sequences that have exactly one token each, dummies included.
+        rows: drawn tokens that are no dummies'; they come first, in the order of the plan.
     """
 
     key: GenerationKey
@@ -57,6 +58,7 @@ class _Work(NamedTuple):
     decodes: int
     lanes: list[int]
     ends: list[int]
+
 
 @dataclass(slots=True)
 class _Slot:
@@ -101,36 +103,42 @@ class GenerationStaging:
         layout = layout_of(key, self._page_size)
         room = self._room(slot, layout.size)
         parts = host_parts(room.array, layout)
-        lengths = self._fill_tokens(parts, work, tokens, key)
-        self._fill_sequences(parts, work, layout)
+        lengths = _lengths(work, tokens, key)
+        self._fill_tokens(parts, work, lengths, key)
+        kv_lengths = self._fill_sequences(parts, work, lengths, layout, key)
         if draw.sampled:
             self._fill_settings(parts, lanes, steps)
         if draw.banned:
             _fill_bans(parts["banned"], parts["penalties"], bans)
-        decodes = key.sequences if key.padded else decodes
-        return Staged(key, slot, layout, room.tensor[: layout.size], lengths, decodes, len(chunks))
+        packed = room.tensor[: layout.size]
+        return Staged(key, slot, layout, packed, lengths, kv_lengths, key.decodes, len(chunks))
 
     def write_dummies(self, slot: int, key: GenerationKey) -> Staged:
-        """A batch of padded `key` of nothing but dummies, each with as many keys as the key allows: page 0, again and
-        again."""
+        """A batch of padded `key` of nothing but dummies: those that decode have as many keys as the key allows, page
+        0 again and again; chunks of prompts share the other tokens, and have no others."""
         layout = layout_of(key, self._page_size)
         room = self._room(slot, layout.size)
         room.array[: layout.size] = 0
         parts = host_parts(room.array, layout)
-        parts["cu_seqlens"][:] = self._ramp_of(key.sequences + 1)
-        parts["rows"][:] = self._ramp_of(key.sequences)
-        parts["positions"][:], parts["kv_lengths"][:] = key.kv_bound - 1, key.kv_bound
+        chunks = key.sequences - key.decodes
+        each, more = divmod(key.tokens - key.decodes, chunks) if chunks else (0, 0)
+        lengths = (*[1] * key.decodes, *[each + 1] * more, *[each] * (chunks - more))
+        kv_lengths = (*[key.kv_bound] * key.decodes, *lengths[key.decodes :])
+        np.cumsum(lengths, out=parts["cu_seqlens"][1:])
+        np.subtract(parts["cu_seqlens"][1:], 1, out=parts["rows"])
+        parts["kv_lengths"][:] = kv_lengths
+        parts["positions"][: key.decodes] = key.kv_bound - 1
         packed = room.tensor[: layout.size]
-        return Staged(key, slot, layout, packed, (1,) * key.sequences, key.sequences, key.sequences)
+        return Staged(key, slot, layout, packed, lengths, kv_lengths, key.decodes, key.sequences)
 
     def fence(self, slot: int, ticket: Ticket[Any]) -> None:
         """`slot` may be written again once `ticket` is ready."""
         self._slots[slot].fence = ticket
 
-    def _fill_tokens(self, parts: Parts, work: _Work, real: int, key: GenerationKey) -> tuple[int, ...]:
-        """Ids, positions, slots and boundaries; returns the lengths, dummies included."""
-        ids, positions, slots = parts["ids"], parts["positions"][:real], parts["slots"]
-        chunks, decodes, size = work.chunks, work.decodes, self._page_size
+    def _fill_tokens(self, parts: Parts, work: _Work, lengths: tuple[int, ...], key: GenerationKey) -> None:
+        """Ids, positions, slots and boundaries."""
+        ids, positions, slots = parts["ids"], parts["positions"], parts["slots"]
+        chunks, decodes, leading, size = work.chunks, work.decodes, key.decodes, self._page_size
         ids[:decodes] = [
             -1 - chunk.sequence.lane if chunk.from_device else chunk.sequence.ids[chunk.start]
             for chunk in (chunks if decodes == len(chunks) else chunks[:decodes])
@@ -138,35 +146,47 @@ class GenerationStaging:
         positions[:decodes] = work.ends[:decodes]
         positions[:decodes] -= 1
         lanes = np.array(work.lanes, np.intp)
-        if decodes < len(chunks):
-            lengths = [chunk.length for chunk in chunks]
-            lanes = np.repeat(lanes, lengths)
-            ramp = self._ramp_of(max(work.ends))
-            at = decodes
-            for chunk in chunks[decodes:]:
-                end, last = at + chunk.length, chunk.start + chunk.length
-                ids[at:end] = chunk.sequence.ids[chunk.start : last]
-                positions[at:end] = ramp[chunk.start : last]
-                at = end
-            parts["cu_seqlens"][0] = 0
-            np.cumsum(lengths, out=parts["cu_seqlens"][1:])
-        else:
-            lengths = [1] * key.sequences
-            parts["cu_seqlens"][:] = self._ramp_of(key.sequences + 1)
-        pages, offsets = np.divmod(positions, size)
-        np.add(self._lanes.pages[lanes, pages] * size, offsets, out=slots[:real])
-        if real < key.tokens:
-            ids[real:], parts["positions"][real:], slots[real:] = 0, 0, 0
-        return tuple(lengths)
+        self._fill_slots(lanes[:decodes], positions[:decodes], slots[:decodes])
+        _clear(decodes, leading, ids, positions, slots)
+        if leading == len(lengths):
+            parts["cu_seqlens"][:] = self._ramp_of(leading + 1)
+            return
+        ramp = self._ramp_of(max(work.ends))
+        at = leading
+        for chunk in chunks[decodes:]:
+            end, last = at + chunk.length, chunk.start + chunk.length
+            ids[at:end] = chunk.sequence.ids[chunk.start : last]
+            positions[at:end] = ramp[chunk.start : last]
+            at = end
+        own = np.repeat(lanes[decodes:], [chunk.length for chunk in chunks[decodes:]])
+        self._fill_slots(own, positions[leading:at], slots[leading:at])
+        _clear(at, key.tokens, ids, positions, slots)
+        parts["cu_seqlens"][0] = 0
+        np.cumsum(lengths, out=parts["cu_seqlens"][1:])
 
-    def _fill_sequences(self, parts: Parts, work: _Work, layout: Layout) -> None:
-        count = len(work.lanes)
-        kv, lanes, table = parts["kv_lengths"], parts["lanes"], parts["table"]
-        kv[:count], lanes[:count] = work.ends, work.lanes
-        table[:count] = self._lanes.pages[work.lanes, : layout.width]
-        if count < len(kv):
-            kv[count:], lanes[count:], table[count:] = 1, 0, 0
-        np.subtract(parts["cu_seqlens"][1:], 1, out=parts["rows"])
+    def _fill_slots(self, lanes: npt.NDArray[np.intp], positions: Array, slots: Array) -> None:
+        pages, offsets = np.divmod(positions, self._page_size)
+        np.add(self._lanes.pages[lanes, pages] * self._page_size, offsets, out=slots)
+
+    def _fill_sequences(
+        self, parts: Parts, work: _Work, lengths: tuple[int, ...], layout: Layout, key: GenerationKey
+    ) -> tuple[int, ...]:
+        """What each sequence has, and where its row is; returns kv_lengths."""
+        decodes, leading, count = work.decodes, key.decodes, len(work.lanes)
+        # Of decoding sequences, dummies behind them, chunks, and dummies behind these.
+        dummies, last = leading - decodes, leading + count - decodes
+        kv_lengths = (*work.ends[:decodes], *[1] * dummies, *work.ends[decodes:], *lengths[last:])
+        lanes = [*work.lanes[:decodes], *[0] * dummies, *work.lanes[decodes:], *[0] * (key.sequences - last)]
+        parts["kv_lengths"][:], parts["lanes"][:] = kv_lengths, lanes
+        np.take(self._lanes.pages[:, : layout.width], lanes, axis=0, out=parts["table"])
+        ends = parts["cu_seqlens"][1:] - 1
+        if "drawn_lanes" in parts:
+            order = [*range(decodes), *range(leading, last), *range(decodes, leading), *range(last, key.sequences)]
+            np.take(ends, order, out=parts["rows"])
+            np.take(parts["lanes"], order, out=parts["drawn_lanes"])
+        else:
+            parts["rows"][:] = ends
+        return kv_lengths
 
     def _fill_settings(self, parts: Parts, lanes: list[int], steps: Array) -> None:
         count, size = len(lanes), len(parts["steps"])
@@ -192,6 +212,25 @@ class GenerationStaging:
         if len(self._ramp) < count:
             self._ramp = np.arange(1 << (count - 1).bit_length(), dtype=np.int32)
         return self._ramp[:count]
+
+
+def _lengths(work: _Work, tokens: int, key: GenerationKey) -> tuple[int, ...]:
+    """Tokens of each sequence of the batch, dummies included."""
+    leading, sequences = key.decodes, key.sequences
+    if leading == sequences:
+        return (1,) * sequences
+    lengths = [1] * leading + [chunk.length for chunk in work.chunks[work.decodes :]]
+    dummies = sequences - len(lengths)
+    if dummies:
+        missing = key.tokens - leading - (tokens - work.decodes)
+        lengths += [*[1] * (dummies - 1), missing - dummies + 1]
+    return tuple(lengths)
+
+
+def _clear(start: int, end: int, *parts: Array) -> None:
+    if start < end:
+        for part in parts:
+            part[start:end] = 0
 
 
 def _fill_bans(ids: Array, penalties: Array, bans: Bans) -> None:
