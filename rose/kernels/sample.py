@@ -159,3 +159,23 @@ def logprobs(logits: Tensor, ids: Tensor, k: int, vocab_limit: int) -> tuple[Ten
         (of `ids` [S] fp32, the most likely ids [S, k] int32, theirs [S, k] fp32); best first, equal ones by lower id.
     """
     return logprobs_ref(logits, ids, k, vocab_limit)
+
+
+def warm_up_sampling(vocab_size: int, vocab_limit: int, device: torch.device) -> None:
+    """Compile (or load) the kernels behind `greedy` and `sample` and wait for them; nothing to do on a CPU.
+
+    A first drawn token would wait seconds for them otherwise.
+
+    Args:
+        vocab_size: columns of the logits. vocab_limit: as in `greedy`.
+    """
+    if device.type != "cuda":
+        return
+    logits = torch.zeros(1, vocab_size, device=device)
+    zero, one = torch.zeros(1, device=device), torch.ones(1, device=device)
+    ints, seeds = zero.to(torch.int32), zero.to(torch.int64)
+    greedy(logits, vocab_limit)
+    # All ways to draw are in one kernel.
+    sample(logits, one, ints, one, zero, seeds, ints, vocab_limit)
+    logprobs(logits, ints, 1, vocab_limit)
+    torch.cuda.synchronize(device)

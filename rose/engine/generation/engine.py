@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rose.attention_backends.base import KeepsPlans, WarmsUp
+from rose.attention_backends.base import KeepsPlans, WarmsUp, captures_prompts
 from rose.engine.execution import DoneTicket, Executor, Ticket
 from rose.engine.generation.buckets import Draw, GenerationBuckets, GenerationKey
 from rose.engine.generation.forward import DRAWN, DeviceSide, GenerationForward, HostRows
@@ -33,6 +33,7 @@ from rose.engine.generation.staging import GenerationStaging, Staged
 from rose.engine.graphs import LazyGraphs
 from rose.engine.pipeline import Pipeline
 from rose.errors import InternalError, NonFinite, RoseError
+from rose.kernels.sample import warm_up_sampling
 
 # The second batch is launched this long before the first should end, or this share of its time: planning, staging and
 # launching take some 0.3 ms, and a prompt's chunk is harder to foresee than a batch of an embedder. Not earlier, so
@@ -97,7 +98,11 @@ class GenerationEngine:
         ends = tuple(end_ids)
         self._scheduler = GenerationScheduler(limits, ends)
         self._buckets = GenerationBuckets(
-            captures=self.graphs.captures, max_running=limits.max_running, max_tokens=limits.longest
+            captures=self.graphs.captures,
+            max_running=limits.max_running,
+            max_tokens=limits.longest,
+            prompts=captures_prompts(side.backend),
+            batch_tokens=limits.batch_tokens,
         )
         lanes = Lanes(limits.max_running + 1, limits.pages_for(limits.longest), ends)
         pin = executor.device.type == "cuda"
@@ -231,6 +236,15 @@ class GenerationEngine:
         shapes = [(size, bound) for size in self._buckets.sequences for bound in bounds]
         return [self._buckets.decode_key(size, bound, draw) for draw in draws for size, bound in shapes]
 
+    def prompt_keys(self, tokens: int, draws: Iterable[Draw]) -> list[GenerationKey]:
+        """The keys of batches of one prompt of up to `tokens` tokens, for `warmup`; larger ones and those beside
+        decoding sequences are captured when they come a second time.
+
+        None where nothing is captured, or no chunks of prompts.
+        """
+        most = min(tokens, self.limits.batch_tokens)
+        return [key for draw in draws for key in self._buckets.prompt_keys(most, draw)]
+
     def warmup(self, keys: Iterable[GenerationKey]) -> None:
         """Run every key until its graph is captured and timed; largest first, so that they share one memory pool well.
 
@@ -244,7 +258,9 @@ class GenerationEngine:
             raise RuntimeError("warm up before serving: requests wait or run")
         if isinstance(self._side.backend, WarmsUp):
             self._side.backend.warm_up(self.limits.max_running)
-        for key in sorted(keys, key=lambda key: (key.sequences, key.kv_bound), reverse=True):
+        side = self._side
+        warm_up_sampling(side.model.vocab_size, side.vocab_limit, side.latest.device)
+        for key in sorted(keys, key=lambda key: (key.tokens, key.sequences, key.kv_bound), reverse=True):
             # Plain, capture, and one more that is a plain replay, whose time is what the estimate should learn.
             for _ in range(3):
                 self._launch(self._staging.write_dummies(self._next_slot(), key)).result()
