@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from rose.client import Client
-from rose.client.messages import generate_request
+from rose.client.generation import generate_request
 from rose.errors import Cancelled, DeadlineExceeded, InternalError, InvalidInput, NonFinite, RoseError, Unsupported
 from rose.proto import rose_pb2 as pb
 from rose.proto.frames import FrameType, encode_frame
@@ -122,16 +122,20 @@ def test_an_engine_that_fails_ends_what_is_open_and_serves_the_next():
     with serving_generation(engine) as server, RawPeer(server.address) as peer:
         ask(peer, 1, [4], max_new_tokens=20)
         engine.wait_until(lambda: engine.batches >= 1)
-        engine.step_error = ArithmeticError("no way")
         ask(peer, 2, [5], max_new_tokens=20)
+        engine.wait_until(lambda: engine.running + engine.queued_requests == 2)
+        engine.step_error = ArithmeticError("no way")
+        # Something to step for, should nothing else come up: in time to share the fate of the others, or not.
+        ask(peer, 3, [5], max_new_tokens=1)
         answers: dict = {}
         answer(peer, answers, 2)
-        assert all("no way" in end.message for _, end in answers.values())
         engine.release()
-        ask(peer, 3, [6], max_new_tokens=5)
         answer(peer, answers, 3)
-        assert answers[3][0] == drawn([6], 5)
-        assert engine.running == 0
+        assert all("no way" in answers[n][1].message for n in (1, 2))
+        ask(peer, 4, [6], max_new_tokens=5)
+        answer(peer, answers, 4)
+        assert answers[4][0] == drawn([6], 5)
+        engine.wait_until(lambda: engine.running == 0)
 
 
 def test_a_lost_device_ends_the_process():
