@@ -34,6 +34,10 @@ def _quack() -> Any:
         return None
 
 
+# What could not be compiled or launched here, by (activation, gated): asked for once, then left to the library.
+_failed: set[tuple[str, bool]] = set()
+
+
 @cache
 def _on_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
@@ -41,33 +45,43 @@ def _on_hopper(device: torch.device) -> bool:
 
 def serves(x: Tensor, n: int, activation: str | None, *, gated: bool) -> bool:
     """Whether a product of x [T, K] with `n` output features (of both halves where gated) can be done here."""
-    known = activation in (_GATED if gated else _ACTIVATIONS)
+    known = activation in (_GATED if gated else _ACTIVATIONS) and (activation, gated) not in _failed
     aligned = n % 64 == 0 and x.shape[1] % 64 == 0 and x.dtype in (torch.bfloat16, torch.float16)
     return known and aligned and _on_hopper(x.device) and _quack() is not None
 
 
-def linear_epilogue(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, config: Any = None) -> Tensor:
-    """activation(x @ weight.T + bias): [T, N] in x's dtype.
+def _run(x: Tensor, weight: Tensor, activation: str, *, gated: bool, **more: Any) -> Tensor | None:
+    names = _GATED if gated else _ACTIVATIONS
+    try:
+        out: Tensor = _quack().gemm_act(
+            x, weight.t(), activation=names[activation], store_preact=False, tuned=False, **more
+        )[1]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler raises kinds of its own
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise
+        _failed.add((activation, gated))
+        _log.warning("large products keep their %s apart, quack cannot run here: %s", activation, error)
+        return None
+    return out
+
+
+def linear_epilogue(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, config: Any = None
+) -> Tensor | None:
+    """activation(x @ weight.T + bias).
 
     Args:
         config: a quack.gemm_config.GemmConfig in place of quack's own choice for the chip.
+
+    Returns:
+        [T, N] in x's dtype; None where quack failed, which then no longer `serves`.
     """
-    out: Tensor = _quack().gemm_act(
-        x, weight.t(), bias=bias, activation=_ACTIVATIONS[activation], store_preact=False, tuned=False, config=config
-    )[1]
-    return out
+    return _run(x, weight, activation, gated=False, bias=bias, config=config)
 
 
-def linear_gated_epilogue(x: Tensor, weight: Tensor, activation: str, config: Any = None) -> Tensor:
-    """activation(x @ gate.T) * (x @ up.T), weight [2 N, K] with the gate rows first: [T, N] in x's dtype."""
-    out: Tensor = _quack().gemm_act(
-        x,
-        weight.t(),
-        activation=_GATED[activation],
-        store_preact=False,
-        tuned=False,
-        config=config,
-        # The halves lie one after the other; quack would have them row by row in turn.
-        concat_layout=("B",),
-    )[1]
-    return out
+def linear_gated_epilogue(x: Tensor, weight: Tensor, activation: str, config: Any = None) -> Tensor | None:
+    """activation(x @ gate.T) * (x @ up.T), weight [2 N, K] with the gate rows first: [T, N], or None as above."""
+    # The halves lie one after the other; quack would have them row by row in turn.
+    return _run(x, weight, activation, gated=True, config=config, concat_layout=("B",))

@@ -82,7 +82,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: st
         if runs_onednn(x):
             return linear_onednn(x, weight, bias, activation)
         if activation is not None and gemm_epilogue.serves(x, weight.shape[0], activation, gated=False):
-            return gemm_epilogue.linear_epilogue(x, weight, bias, activation)
+            out = gemm_epilogue.linear_epilogue(x, weight, bias, activation)
+            if out is not None:
+                return out
         return activate_in_place(F.linear(x, weight, bias), activation)
     return run_tile(x, weight, bias, activation, tile, pieces=False, gated=False)
 
@@ -121,7 +123,9 @@ def linear_gated(x: Tensor, weight: Tensor, activation: str = "silu") -> Tensor:
     tile = _tile("gated", x, weight.shape[0] // 2)
     if tile is None:
         if gemm_epilogue.serves(x, weight.shape[0], activation, gated=True):
-            return gemm_epilogue.linear_gated_epilogue(x, weight, activation)
+            out = gemm_epilogue.linear_gated_epilogue(x, weight, activation)
+            if out is not None:
+                return out
         both = linear_onednn(x, weight, None, None) if runs_onednn(x) else F.linear(x, weight)
         return gated_activation(both, activation)
     return run_tile(x, weight, None, activation, tile, pieces=False, gated=True)

@@ -66,12 +66,36 @@ def test_what_it_cannot_do_stays_apart(monkeypatch, n, k, activation, gated):
     assert not gemm_epilogue.serves(x, n, activation, gated=gated)
 
 
+def test_what_fails_is_asked_for_once(monkeypatch):
+    """A compiler that does not fit costs the epilogue, not the answer."""
+
+    class Broken:
+        calls = 0
+
+        def gemm_act(self, *args, **kwargs):
+            self.calls += 1
+            raise RuntimeError("no such instruction")
+
+    broken = Broken()
+    monkeypatch.setattr(gemm_epilogue, "_failed", set())
+    monkeypatch.setattr(gemm_epilogue, "_on_hopper", lambda device: True)
+    monkeypatch.setattr(gemm_epilogue, "_quack", lambda: broken)
+    monkeypatch.setattr(linear, "runs_onednn", lambda x: False)
+    x, w, b = torch.randn(3, 64).bfloat16(), torch.randn(128, 64).bfloat16(), torch.randn(128).bfloat16()
+    for _ in range(2):
+        assert torch.equal(linear.linear(x, w, b, "gelu"), F.gelu(F.linear(x, w, b)))
+    assert broken.calls == 1
+    gate, up = F.linear(x, w).chunk(2, -1)
+    assert torch.equal(linear.linear_gated(x, w, "silu"), F.silu(gate) * up)
+    assert broken.calls == 2
+
+
 def test_large_products_come_here(monkeypatch):
     """With its activation, to the one that serves it; without one, to the library."""
     called = []
     monkeypatch.setattr(gemm_epilogue, "serves", lambda x, n, activation, gated: activation is not None)
-    monkeypatch.setattr(gemm_epilogue, "linear_epilogue", lambda *args: called.append("linear"))
-    monkeypatch.setattr(gemm_epilogue, "linear_gated_epilogue", lambda *args: called.append("gated"))
+    monkeypatch.setattr(gemm_epilogue, "linear_epilogue", lambda *args: called.append("linear") or args[0])
+    monkeypatch.setattr(gemm_epilogue, "linear_gated_epilogue", lambda *args: called.append("gated") or args[0])
     monkeypatch.setattr(linear, "runs_onednn", lambda x: False)
     x, w = torch.randn(3, 64), torch.randn(128, 64)
     linear.linear(x, w, None, "gelu")
