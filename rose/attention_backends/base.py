@@ -129,6 +129,15 @@ def can_capture(plan: AttentionPlan) -> bool:
     return bool(getattr(plan, "capturable", False))
 
 
+def captures_prompts(backend: AttentionBackend) -> bool:
+    """Whether plans of this paged backend may be captured where there are chunks of prompts, too: of one key they have
+    the same sequences, decoding ones and tokens, and nothing else.
+
+    A backend says so with an attribute `captures_prompts`.
+    """
+    return bool(getattr(backend, "captures_prompts", False))
+
+
 # name -> (module, class). Order is preference where nothing was measured.
 _BACKENDS: dict[str, tuple[str, str]] = {
     "triton_short": ("rose.attention_backends.triton_short", "TritonShort"),

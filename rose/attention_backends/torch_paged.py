@@ -67,15 +67,18 @@ class _Run(NamedTuple):
 
 
 class TorchPagedPlan:
-    """One batch. Its runs over the layers share what depends on lengths only."""
+    """One batch. Its runs over the layers share what depends on lengths only.
 
-    capturable = True
+    Attributes:
+        capturable: it has decoding sequences only; how long chunks of prompts are comes from the host.
+    """
 
     def __init__(self, spec: AttentionSpec, cache: KVCache, batch: Batch, paged: PagedContext) -> None:
         self.spec = spec
         self.cache = cache
         self.paged = paged
         self.runs = _runs(batch, paged, spec.window)
+        self.capturable = paged.decodes == batch.num_sequences
         self._masks: dict[_Run, tuple[Tensor, Tensor | None]] = {}
         self._slots = paged.slots
         self._layer = cache.layers[-1]

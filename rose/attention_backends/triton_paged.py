@@ -30,11 +30,9 @@ _WORKSPACE_LIMIT = 256 << 20
 
 
 class TritonPagedPlan:
-    """One batch.
+    """One batch. Of its key it knows tokens, sequences, decoding ones and the bound of their keys, and no more."""
 
-    Attributes:
-        capturable: decoding sequences only; how many there are beside chunks is no part of a graph's key.
-    """
+    capturable = True
 
     def __init__(
         self, spec: AttentionSpec, cache: KVCache, batch: Batch, paged: PagedContext, scratch: Tensor | None
@@ -45,7 +43,6 @@ class TritonPagedPlan:
         self._cu_seqlens = batch.cu_seqlens
         self._scratch = scratch
         self._only_decodes = paged.decodes == batch.num_sequences
-        self.capturable = self._only_decodes
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -96,7 +93,13 @@ class TritonPagedPlan:
 
 
 class TritonPaged:
+    """
+    Attributes:
+        captures_prompts: see rose.attention_backends.base.captures_prompts.
+    """
+
     name = "triton_paged"
+    captures_prompts = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rose.attention_backends import AttentionSpec, KeepsPlans, KVCache, Paged, WarmsUp, can_capture, load_backend
+from rose.attention_backends.base import captures_prompts
 from rose.attention_backends.reference import TOLERANCE, row_error
 from rose.attention_backends.triton_paged import TritonPaged
 from rose.batch import Batch, HeadRotation, PackedAttentionPlan
@@ -86,11 +87,11 @@ def test_packed_is_the_rotation_and_then_the_attention(device, norm):
         assert row_error(mine[stored][None], theirs[stored][None].double()) <= TOLERANCE[spec.dtype]
 
 
-def test_only_steps_of_decoding_sequences_are_captured():
+def test_every_batch_may_be_captured():
     served = serve(spec_of(), [40, 20])
-    assert not can_capture(served.backend.plan(served.batch([(0, 10), (1, 10)])[0]))
-    assert not can_capture(served.backend.plan(served.batch([(0, 1), (1, 5)])[0]))
-    assert can_capture(served.backend.plan(served.batch([(0, 1), (1, 1)])[0]))
+    for chunks in ([(0, 10), (1, 10)], [(0, 1), (1, 5)], [(0, 1), (1, 1)]):
+        assert can_capture(served.backend.plan(served.batch(chunks)[0]))
+    assert captures_prompts(served.backend)
 
 
 def test_scratch_belongs_to_a_key_and_comes_back():

@@ -10,9 +10,12 @@ from collections.abc import Iterable
 
 import torch
 
-from rose.attention_backends.base import AttentionSpec, Paged, load_backend
+from rose.attention_backends.base import AttentionBackend, AttentionSpec, Paged, load_backend, try_backend
+from rose.attention_backends.choose import best_overall
 from rose.attention_backends.kv_cache import KVCache
 from rose.config import EngineConfig
+from rose.config.profile_files import Found
+from rose.engine.build import profile_of
 from rose.engine.cuda import CudaCapturer, CudaExecutor
 from rose.engine.execution import CpuExecutor, Executor
 from rose.engine.generation.engine import GenerationEngine
@@ -41,15 +44,18 @@ def build_generation_engine(
     num_threads: int | None = None,
     end_ids: Iterable[int] = (),
     vocab_limit: int | None = None,
+    profile: Found | None = None,
 ) -> GenerationEngine:
     """An engine with what this device offers.
 
     Args:
         dtype: dtype of the model's weights, and of the cache.
-        backend: name of the attention backend; "auto" takes the first of those that serve this model here.
+        backend: name of the attention backend; "auto" takes the one that a profile of this device has as the fastest, or
+            the first of those that serve this model here.
         num_threads: threads of torch's operators on the CPU, or None for torch's own choice.
         end_ids: tokens that end a sequence by the model's own word.
         vocab_limit: no token at or above it is drawn: the tokenizer has none; None for the model's vocabulary.
+        profile: what was found for the model; None looks for its attention, as `config.profile` says.
 
     On CUDA, `config.graph_bytes` of device memory hold captured graphs; 0 captures none. `max_tokens` is the least of
     what the model takes, what `config` says and what the cache holds: see `GenerationEngine.limits.longest`.
@@ -61,7 +67,10 @@ def build_generation_engine(
     if device.type not in ("cpu", "cuda"):
         raise StartupError(f"no executor for device {device}; there is one for cpu and one for cuda")
     spec = model.attention_spec(device, dtype)
-    attention = load_backend(backend, spec)
+    found = profile if profile is not None else profile_of(spec, config.profile)
+    attention = _attention(backend, spec, found)
+    if num_threads is None and device.type == "cpu" and found.numbers is not None:
+        num_threads = found.numbers.num_threads
     if not isinstance(attention, Paged):
         raise StartupError(f"attention backend {backend} keeps no pages, and generating needs some")
     for name in ("max_running", "page_size"):
@@ -99,6 +108,18 @@ def build_generation_engine(
     )
     executor, graphs = _executor(device, config, num_threads)
     return GenerationEngine(side, limits, executor, graphs=graphs, end_ids=end_ids, max_in_flight=config.max_in_flight)
+
+
+def _attention(backend: str, spec: AttentionSpec, found: Found) -> AttentionBackend:
+    """One backend for all loads: a cache is bound to it."""
+    if backend == "auto" and found.grid is not None:
+        for name in best_overall(found.grid.points):
+            if name in found.grid.excluded:
+                continue
+            ready = try_backend(name, spec)
+            if not isinstance(ready, str):
+                return ready
+    return load_backend(backend, spec)
 
 
 def _executor(

@@ -12,9 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rose.attention_backends.base import AttentionBackend, can_capture, plans_on_host
+from rose.attention_backends.base import AttentionBackend, can_capture
 from rose.batch import Batch, PagedContext
 from rose.engine.buckets import BatchKey
+from rose.engine.generation.buckets import GenerationKey
 from rose.engine.generation.layout import device_parts
 from rose.engine.generation.sampler import draw_tokens
 from rose.engine.generation.staging import Staged
@@ -63,7 +64,7 @@ class GenerationForward:
             positions=parts["positions"],
             cu_seqlens=parts["cu_seqlens"],
             lengths=lengths,
-            max_length=1 if staged.decodes == len(lengths) else max(lengths),
+            max_length=_longest(key, lengths),
             key=graph_key,
             paged=PagedContext(
                 page_table=parts["table"],
@@ -73,7 +74,6 @@ class GenerationForward:
                 max_kv_length=key.kv_bound,
                 decodes=staged.decodes,
                 states=None if side.states is None else parts["lanes"],
-                host_kv_lengths=staged.kv_lengths() if plans_on_host(side.backend) else None,
             ),
             states=side.states,
         )
@@ -90,8 +90,15 @@ class GenerationForward:
         logits = side.model(self._batch, parts["rows"])
         drawn = draw_tokens(logits, parts, self._staged.key.draw, side.vocab_limit)
         # A row that gave no token ends, but its next batch may be launched already and has to start from some id.
-        keep_latest(drawn[:, 0], parts["lanes"], side.latest)
+        keep_latest(drawn[:, 0], parts.get("drawn_lanes", parts["lanes"]), side.latest)
         return {DRAWN: drawn}
+
+
+def _longest(key: GenerationKey, lengths: tuple[int, ...]) -> int:
+    """Bound of the tokens of one sequence; of a padded key, for every batch of it."""
+    if key.decodes == key.sequences:
+        return 1
+    return key.tokens - key.decodes if key.padded else max(lengths)
 
 
 class HostRows:

@@ -43,9 +43,10 @@ class Layout:
     """The parts of a batch of one key.
 
     Parts: of a token `ids`, `positions`, `slots`; `cu_seqlens`; of a sequence `kv_lengths`, `lanes`, a row of pages in
-    `table`, and in `rows` the row of its last token. Where some tokens are sampled, also of a sequence `temperature`,
-    `top_k`, `top_p`, `min_p`, `steps`, `seeds`; where some ids are banned, `banned` and their `penalties` (-inf, or 0
-    for filling).
+    `table`. Of a token to be drawn, in the order of the plan and dummies last: `rows`, the row of the last token before
+    it; where some are sampled, `temperature`, `top_k`, `top_p`, `min_p`, `steps`, `seeds`; where some ids are banned,
+    `banned` and their `penalties` (-inf, or 0 for filling); and `drawn_lanes` where dummies may stand among the
+    sequences, so that `lanes` has another order.
 
     Attributes:
         width: pages of a sequence in the table.
@@ -68,6 +69,8 @@ def layout_of(key: GenerationKey, page_size: int) -> Layout:
         *((name, sequences, 0, "i") for name in ("kv_lengths", "lanes", "rows")),
         ("table", sequences, width, "i"),
     ]
+    if key.padded and 0 < key.decodes < sequences:
+        wanted += [("drawn_lanes", sequences, 0, "i")]
     if draw.sampled:
         wanted += [(name, sequences, 0, "f") for name in ("temperature", "top_p", "min_p")]
         wanted += [(name, sequences, 0, "i") for name in ("top_k", "steps")]

@@ -32,7 +32,7 @@ class Staged:
 
     Attributes:
         packed: [layout.size] int32 on the host; may be read until the slot's fence.
-        lengths: tokens of each sequence, dummies included. kv_lengths: the same in the cache.
+        lengths: tokens of each sequence, dummies included.
         decodes: leading sequences that have exactly one token each, dummies included.
         rows: drawn tokens that are no dummies'; they come first, in the order of the plan.
     """
@@ -105,13 +105,12 @@ class GenerationStaging:
         parts = host_parts(room.array, layout)
         lengths = _lengths(work, tokens, key)
         self._fill_tokens(parts, work, lengths, key)
-        kv_lengths = self._fill_sequences(parts, work, lengths, layout, key)
+        self._fill_sequences(parts, work, lengths, layout, key)
         if draw.sampled:
             self._fill_settings(parts, lanes, steps)
         if draw.banned:
             _fill_bans(parts["banned"], parts["penalties"], bans)
-        packed = room.tensor[: layout.size]
-        return Staged(key, slot, layout, packed, lengths, kv_lengths, key.decodes, len(chunks))
+        return Staged(key, slot, layout, room.tensor[: layout.size], lengths, key.decodes, len(chunks))
 
     def write_dummies(self, slot: int, key: GenerationKey) -> Staged:
         """A batch of padded `key` of nothing but dummies: those that decode have as many keys as the key allows, page
@@ -123,13 +122,11 @@ class GenerationStaging:
         chunks = key.sequences - key.decodes
         each, more = divmod(key.tokens - key.decodes, chunks) if chunks else (0, 0)
         lengths = (*[1] * key.decodes, *[each + 1] * more, *[each] * (chunks - more))
-        kv_lengths = (*[key.kv_bound] * key.decodes, *lengths[key.decodes :])
         np.cumsum(lengths, out=parts["cu_seqlens"][1:])
         np.subtract(parts["cu_seqlens"][1:], 1, out=parts["rows"])
-        parts["kv_lengths"][:] = kv_lengths
+        parts["kv_lengths"][:] = (*[key.kv_bound] * key.decodes, *lengths[key.decodes :])
         parts["positions"][: key.decodes] = key.kv_bound - 1
-        packed = room.tensor[: layout.size]
-        return Staged(key, slot, layout, packed, lengths, kv_lengths, key.decodes, key.sequences)
+        return Staged(key, slot, layout, room.tensor[: layout.size], lengths, key.decodes, key.sequences)
 
     def fence(self, slot: int, ticket: Ticket[Any]) -> None:
         """`slot` may be written again once `ticket` is ready."""
@@ -138,7 +135,7 @@ class GenerationStaging:
     def _fill_tokens(self, parts: Parts, work: _Work, lengths: tuple[int, ...], key: GenerationKey) -> None:
         """Ids, positions, slots and boundaries."""
         ids, positions, slots = parts["ids"], parts["positions"], parts["slots"]
-        chunks, decodes, leading, size = work.chunks, work.decodes, key.decodes, self._page_size
+        chunks, decodes, leading = work.chunks, work.decodes, key.decodes
         ids[:decodes] = [
             -1 - chunk.sequence.lane if chunk.from_device else chunk.sequence.ids[chunk.start]
             for chunk in (chunks if decodes == len(chunks) else chunks[:decodes])
@@ -170,23 +167,25 @@ class GenerationStaging:
 
     def _fill_sequences(
         self, parts: Parts, work: _Work, lengths: tuple[int, ...], layout: Layout, key: GenerationKey
-    ) -> tuple[int, ...]:
-        """What each sequence has, and where its row is; returns kv_lengths."""
+    ) -> None:
+        """What each sequence has, and where the row of its last token is."""
         decodes, leading, count = work.decodes, key.decodes, len(work.lanes)
         # Of decoding sequences, dummies behind them, chunks, and dummies behind these.
         dummies, last = leading - decodes, leading + count - decodes
-        kv_lengths = (*work.ends[:decodes], *[1] * dummies, *work.ends[decodes:], *lengths[last:])
-        lanes = [*work.lanes[:decodes], *[0] * dummies, *work.lanes[decodes:], *[0] * (key.sequences - last)]
-        parts["kv_lengths"][:], parts["lanes"][:] = kv_lengths, lanes
-        np.take(self._lanes.pages[:, : layout.width], lanes, axis=0, out=parts["table"])
+        parts["kv_lengths"][:] = (*work.ends[:decodes], *[1] * dummies, *work.ends[decodes:], *lengths[last:])
+        parts["lanes"][:] = lanes = [
+            *work.lanes[:decodes],
+            *[0] * dummies,
+            *work.lanes[decodes:],
+            *[0] * (key.sequences - last),
+        ]
+        parts["table"][:] = self._lanes.pages[lanes, : layout.width]
         ends = parts["cu_seqlens"][1:] - 1
         if "drawn_lanes" in parts:
             order = [*range(decodes), *range(leading, last), *range(decodes, leading), *range(last, key.sequences)]
-            np.take(ends, order, out=parts["rows"])
-            np.take(parts["lanes"], order, out=parts["drawn_lanes"])
+            parts["rows"][:], parts["drawn_lanes"][:] = ends[order], parts["lanes"][order]
         else:
             parts["rows"][:] = ends
-        return kv_lengths
 
     def _fill_settings(self, parts: Parts, lanes: list[int], steps: Array) -> None:
         count, size = len(lanes), len(parts["steps"])
