@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rose.attention_backends.base import AttentionBackend, can_capture
+from rose.attention_backends.base import AttentionBackend, can_capture, plans_on_host
 from rose.batch import Batch, PagedContext
 from rose.engine.buckets import BatchKey
 from rose.engine.generation.buckets import GenerationKey
@@ -74,6 +74,7 @@ class GenerationForward:
                 max_kv_length=key.kv_bound,
                 decodes=staged.decodes,
                 states=None if side.states is None else parts["lanes"],
+                host_kv_lengths=staged.kv_lengths() if plans_on_host(side.backend) else None,
             ),
             states=side.states,
         )
