@@ -2,6 +2,8 @@
 
     PYTHONPATH=. python benchmarks/kernels/tune_gemm.py --out DIR [--tokens 64 128] [--shapes bge pplx] [--seconds 240]
 
+Steps of generating: --tokens 1 16 32 --shapes pplx qwen3-8b.
+
 Two rounds: a coarse list of tiles for every product, then the neighbours of the best. In each round worker processes
 compile the candidates (into Triton's cache) and check them against the library on a batch with a tail, so that one that
 is wrong is out and one that crashes takes only its worker along. Then this process times those that passed: 24 weights
@@ -64,6 +66,12 @@ SHAPES: dict[str, list[Product]] = {
         Product("gated", 3072, 1024, "silu"),
         Product("partial", 1024, 3072),
     ],
+    "qwen3-8b": [
+        Product("linear", 6144, 4096),
+        Product("partial", 4096, 4096),
+        Product("gated", 12288, 4096, "silu"),
+        Product("partial", 4096, 12288),
+    ],
 }
 
 
@@ -72,6 +80,9 @@ def coarse(p: Product, tokens: int) -> Iterator[Tile]:
 
     Many tokens: big programs, two an SM where possible, so that one's epilogue runs under the other's products.
     """
+    if tokens <= 32:
+        yield from few(p)
+        return
     if tokens > tiles.BUCKETS[-1]:
         for bm, bn, warps, stages in (
             (128, 128, 4, 3),
@@ -96,12 +107,24 @@ def coarse(p: Product, tokens: int) -> Iterator[Tile]:
         yield Tile(bm, bn, 64, split, warps, 4, "sm90", 6)
 
 
+def few(p: Product) -> Iterator[Tile]:
+    """A step of generating: what counts is how many bytes of weights are on their way, and how early."""
+    splits = (1, 2, 4, 8) if p.op == "partial" else (1,)
+    for split, bn in itertools.product(splits, (16, 32, 64, 128)):
+        if p.n // bn * split < 60 or p.n // bn * split > max(528, p.n // 32):
+            continue
+        for bk, stages, kind in ((64, 6, "plain"), (128, 4, "plain"), (256, 3, "plain"), (128, 4, "prefetch")):
+            yield Tile(16, bn, bk, split, 4, stages, kind)
+        for bk, ahead in ((128, 0), (128, 4), (64, 6), (256, 2)):
+            yield Tile(64, bn, bk, split, 4, 4, "sm90", ahead)
+
+
 def near(p: Product, tokens: int, tile: Tile) -> Iterator[Tile]:
     """One thing changed at a time, and the two that go together."""
     change = dataclasses.replace
     for stages in (2, 3, 4, 5, 6, 8):
         yield change(tile, stages=stages)
-    yield change(tile, bk=192 - tile.bk)
+    yield change(tile, bk={64: 128, 128: 64}.get(tile.bk, 128))
     yield change(tile, warps=12 - tile.warps)
     if p.op == "partial" and tokens <= 512:
         for split in {max(1, tile.split - 1), tile.split + 1, tile.split + 2} - {tile.split}:
@@ -312,7 +335,7 @@ def write(path: Path, table: dict[str, dict[str, Tile | None]]) -> None:
 def main() -> None:
     parser = out_argument("tiles.json and tune_gemm.json")
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 64, 256, 192, 1024])
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["bge", "pplx"])
     parser.add_argument("--seconds", type=float, default=240, help="stop choosing after this long")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     args = parser.parse_args()
