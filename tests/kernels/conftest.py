@@ -31,8 +31,24 @@ def _let_scalars_index() -> None:
     interpreter._patch_lang_tensor = patched
 
 
+def _let_e4m3_round() -> None:
+    """Its conversion to e4m3 loses the carry of a rounding and makes NaN finite; torch's is that of the hardware."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def converted(value, from_type, to_type, rounding):
+        if to_type != tl.float8e4nv or from_type != tl.float32:
+            return convert(value, from_type, to_type, rounding)
+        return torch.from_numpy(value.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    interpreter._convert_float = converted
+
+
 if INTERPRETED:
     _let_scalars_index()
+    _let_e4m3_round()
 
 
 @dataclass(frozen=True)

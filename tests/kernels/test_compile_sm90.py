@@ -20,7 +20,9 @@ pytestmark = pytest.mark.skipif(
 )
 MODULES = (
     "activation",
+    "activation_quantize",
     "add_norm",
+    "add_norm_quantize",
     "causal_conv",
     "embed_layer_norm",
     "gated_delta_rule",
@@ -35,7 +37,9 @@ MODULES = (
     "paged_prefill",
     "pool",
     "qk_norm_rope",
+    "quantize",
     "sample_triton",
+    "scaled_gemm",
     "short_attention",
     "sigmoid_gate",
     "store_kv",
@@ -47,6 +51,7 @@ TYPES = {
     torch.int64: "*i64",
     torch.int8: "*i8",
     torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 
 
@@ -343,3 +348,52 @@ def test_every_kernel_of_the_room_is_covered():
     }
     with_kernels = {name for name, source in sources.items() if re.search(r"^@(_?jit|_kernel)\b", source, re.MULTILINE)}
     assert with_kernels == set(MODULES)
+
+
+def test_quantising(compiled):
+    from rose.kernels import activation_quantize, add_norm_quantize, quantize
+
+    x, w, scale = bf16(5, 1024), bf16(1024), torch.empty(1)
+    quantize.quantize_static_triton(x, scale)
+    quantize.quantize_groups_triton(x, torch.int8, 1024)
+    quantize.quantize_groups_triton(x, torch.float8_e4m3fn, 128)
+    activation_quantize.activate_quantize_triton(x, "gelu", scale)
+    activation_quantize.activate_quantize_triton(x, "silu", scale, gated=True)
+    add_norm_quantize.add_layer_norm_quantize_triton(torch.empty(4, 5, 1024), w, x, w, w, 1e-5, scale)
+    add_norm_quantize.add_rms_norm_quantize_triton(torch.empty(2, 5, 1024), x, w, 1e-6, scale)
+    check(compiled, 7)
+    # The conversion is the hardware's.
+    assert all("e4m3x2" in compiled[at].asm["ptx"] for at in (0, 2, 3, 4, 5, 6))
+
+
+@pytest.mark.parametrize("kind", ["static", "token", "block", "int8"])
+@pytest.mark.parametrize("tokens", [16, 128, 1024, 4096])
+def test_products_of_codes(compiled, kind, tokens):
+    from rose.kernels.scaled_gemm import scaled_gemm, scaled_tile
+
+    dtype = torch.int8 if kind == "int8" else torch.float8_e4m3fn
+    x, w = torch.empty(tokens, 1024, dtype=dtype), torch.empty(3072, 1024, dtype=dtype)
+    x_scale = {"static": torch.empty(1), "block": torch.empty(tokens, 8)}.get(kind, torch.empty(tokens, 1))
+    w_scale = torch.empty(24, 8) if kind == "block" else torch.empty(1 if kind == "static" else 3072)
+    block = kind == "block"
+    for op, codes, gated in (("linear", kind == "static", False), ("gated", False, True), ("partial", False, False)):
+        n = 1536 if gated else 3072
+        bias, act = (None, None) if op == "partial" else (bf16(3072), "silu")
+        tile = scaled_tile(op, n, 1024, tokens, block)
+        out_scale = torch.empty(1) if codes else None
+        scaled_gemm(
+            x,
+            x_scale,
+            w,
+            w_scale,
+            bias,
+            act,
+            torch.bfloat16,
+            tile,
+            pieces=op == "partial",
+            gated=gated,
+            out_scale=out_scale,
+        )
+    check(compiled, 3)
+    wide = "wgmma" if tokens >= 128 else "mma"
+    assert all(wide in kernel.asm["ptx"] for kernel in compiled)

@@ -1,0 +1,129 @@
+"""Linear layers on 8-bit codes: quantised rows times a quantised weight, bias and activation behind.
+
+Few tokens go to rose/kernels/scaled_gemm.py, many e4m3 ones to the library (`torch._scaled_mm`), which takes no blocks
+and no int8. On the CPU the reference serves: codes and scales are the GPU's to the bit, products are fp32 of them.
+Scales of a weight: [1] for all, [N] a row, or [ceil(N / 128), ceil(K / 128)] a block; of rows: [1] for all, [T, 1] each,
+or [T, ceil(K / 128)] for each 128 inputs (with blocks, and only with them).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rose.kernels.activation import activate, activate_in_place, gated_activation, gated_activation_ref
+from rose.kernels.activation_quantize import activate_quantize, gated_activation_quantize
+from rose.kernels.launch import runs_triton
+from rose.kernels.quantize import FP8, GROUP, quantize_static_ref
+from rose.kernels.scaled_gemm import scaled_gemm, scaled_tile
+from rose.kernels.tiles import BUCKETS
+
+
+def expand_blocks(scale: Tensor, rows: int, width: int) -> Tensor:
+    """[ceil(rows / 128), ceil(width / 128)] -> [rows, width]."""
+    return scale.repeat_interleave(GROUP, 0)[:rows].repeat_interleave(GROUP, 1)[:, :width]
+
+
+def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
+    """The values that codes [N, K] stand for under a weight's scales, in fp32."""
+    if scale.dim() == 2:
+        return codes.float() * expand_blocks(scale, *codes.shape)
+    return codes.float() * scale.view(-1, 1)
+
+
+def scaled_mm_ref(x: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor) -> Tensor:
+    """[T, N] fp32."""
+    if w_scale.dim() == 2:
+        wide = x_scale.repeat_interleave(GROUP, 1)[:, : x.shape[1]]
+        return F.linear(x.float() * wide, dequantize(weight, w_scale))
+    if x.dtype == torch.int8 and weight.dtype == torch.int8:
+        product = torch._int_mm(x, weight.t()).float()  # exact, where fp32 ends at 2**24
+    else:
+        product = F.linear(x.float(), weight.float())
+    return product * x_scale.view(-1, 1) * w_scale.view(1, -1)
+
+
+def scaled_linear_ref(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+    out_scale: Tensor | None = None,
+) -> Tensor:
+    y = scaled_mm_ref(x, x_scale, weight, w_scale)
+    if bias is not None:
+        y = y + bias.float()
+    y = (gated_activation_ref(y, activation or "silu") if gated else activate(y, activation)).to(dtype)
+    return y if out_scale is None else quantize_static_ref(y, out_scale)
+
+
+def scaled_linear(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+    out_scale: Tensor | None = None,
+) -> Tensor:
+    """activation(scale_x * scale_w * (x @ weight.T) + bias), or of a gated pair as `linear_gated`.
+
+    Args:
+        x: [T, K] e4m3 or int8. weight: [N, K] in the same type (gated: [2 N, K], gate rows first). x_scale, w_scale:
+            fp32, as the room's docstring says.
+        bias: [N] ([2 N]) or None.
+        dtype: of the answer.
+        out_scale: [1]; the answer as e4m3 codes under it, made of what `dtype` would have held.
+
+    Returns:
+        [T, N] in `dtype`, or float8_e4m3fn. Sums are fp32 (int8: whole numbers).
+    """
+    if not runs_triton(x):
+        return scaled_linear_ref(x, x_scale, weight, w_scale, bias, activation, dtype, gated=gated, out_scale=out_scale)
+    if _to_library(x, weight, w_scale, dtype):
+        y = _library(x, x_scale, weight, w_scale, bias, dtype)
+        if out_scale is not None:
+            made = gated_activation_quantize if gated else activate_quantize
+            return made(y, activation if not gated else activation or "silu", out_scale)
+        return gated_activation(y, activation or "silu") if gated else activate_in_place(y, activation)
+    n = weight.shape[0] // (2 if gated else 1)
+    tile = scaled_tile("gated" if gated else "linear", n, x.shape[1], x.shape[0], w_scale.dim() == 2)
+    return scaled_gemm(x, x_scale, weight, w_scale, bias, activation, dtype, tile, gated=gated, out_scale=out_scale)
+
+
+def scaled_partial(x: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product alone in P pieces that sum to it, for an add + norm: [P, T, N], fp32 where P > 1, else `dtype`."""
+    if not runs_triton(x):
+        return scaled_linear_ref(x, x_scale, weight, w_scale, None, None, dtype).unsqueeze(0)
+    if _to_library(x, weight, w_scale, dtype):
+        return _library(x, x_scale, weight, w_scale, None, dtype).unsqueeze(0)
+    tile = scaled_tile("partial", weight.shape[0], x.shape[1], x.shape[0], w_scale.dim() == 2)
+    return scaled_gemm(x, x_scale, weight, w_scale, None, None, dtype, tile, pieces=True)
+
+
+def _to_library(x: Tensor, weight: Tensor, w_scale: Tensor, dtype: torch.dtype) -> bool:
+    """More than 1024 tokens of a product that the library's e4m3 kernels take: whole 16s, bf16 out, no blocks."""
+    aligned = weight.shape[0] % 16 == 0 and x.shape[1] % 16 == 0
+    plain = x.dtype == FP8 and dtype == torch.bfloat16 and w_scale.dim() == 1
+    return x.shape[0] > BUCKETS[-1] and aligned and plain and torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
+def _library(
+    x: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """[T, N]. One scale a side, or one a row on both sides: nothing between is taken."""
+    if x_scale.numel() > 1 or w_scale.numel() > 1:
+        n = weight.shape[0]
+        if x_scale.dim() == 1:  # settled beforehand: it goes to the weight's side
+            w_scale, x_scale = w_scale * x_scale, torch.ones(x.shape[0], 1, device=x.device)
+        w_scale = w_scale.expand(n).reshape(1, n).contiguous()
+    return torch._scaled_mm(x, weight.t(), scale_a=x_scale, scale_b=w_scale, bias=bias, out_dtype=dtype)
