@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/kernels/tune_gemm.py --out DIR [--tokens 64 128] [--shapes bge pplx] [--seconds 240]
 
-Steps of generating: --tokens 1 16 32 --shapes pplx qwen3-8b.
+Steps of generating: --tokens 16 32 --shapes pplx qwen3-8b.
 
 Two rounds: a coarse list of tiles for every product, then the neighbours of the best. In each round worker processes
 compile the candidates (into Triton's cache) and check them against the library on a batch with a tail, so that one that
@@ -141,7 +141,7 @@ def near(p: Product, tokens: int, tile: Tile) -> Iterator[Tile]:
             yield change(tile, ahead=ahead, late_launch=True)
     else:
         yield change(tile, kind="prefetch")
-        yield change(tile, bk=192 - tile.bk, kind="prefetch")
+        yield change(tile, bk={64: 128, 128: 64}.get(tile.bk, 128), kind="prefetch")
 
 
 def possible(p: Product, found: Iterable[Tile]) -> list[Tile]:
