@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from rose.attention_backends.triton_paged import TritonPaged
 from rose.config import EngineConfig, ModelFolder, read_model_folder
 from rose.convert import load_generative
 from rose.engine.execution import CpuExecutor
@@ -70,10 +71,21 @@ def prompts(lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
 
 
 def build(
-    folder: ModelFolder, device: str, *, pages: int = 400, model=None, end_ids=None, **limits
+    folder: ModelFolder,
+    device: str,
+    *,
+    pages: int = 400,
+    model=None,
+    end_ids=None,
+    backend: str = "torch_paged",
+    **limits,
 ) -> GenerationEngine:
-    """An engine in fp32 with the paged backend of torch and a cache of `pages` pages; with graphs unless `graph_bytes`
-    is 0, on the CPU those of `RerunCapturer`.
+    """An engine in fp32 with a cache of `pages` pages; with graphs unless `graph_bytes` is 0, on the CPU those of
+    `RerunCapturer`.
+
+    Args:
+        backend: "torch_paged", or "triton_paged": its kernels' references, which read lengths where the kernels do, so
+            that batches with prompts are captured too.
     """
     generation = folder.generation
     assert generation is not None
@@ -85,13 +97,16 @@ def build(
         | limits
     )
     captures = device == "cpu" and config.graph_bytes > 0
-    with patch("rose.engine.generation.build._executor", _executor_with_graphs) if captures else nullcontext():
+    with (
+        patch("rose.engine.generation.build._executor", _executor_with_graphs) if captures else nullcontext(),
+        patch.object(TritonPaged, "supports", lambda self, spec: None),
+    ):
         return build_generation_engine(
             model or load_generative(folder, device, torch.float32),
             config,
             device,
             torch.float32,
-            backend="torch_paged",
+            backend=backend,
             num_threads=1,
             end_ids=generation.end_ids if end_ids is None else end_ids,
             vocab_limit=generation.vocab_limit,

@@ -28,12 +28,15 @@ def sequence(serial: int, lane: int, prompt: int, known: int, draw: random.Rando
     return Sequence(request, ids, known, prompt, serial=serial, drawn=known, pages=pages, lane=lane)
 
 
-def written_out(plan: BatchPlan) -> dict[str, list]:
-    """Real rows of every part, one token after another."""
-    found: dict[str, list] = {
-        name: [] for name in ("ids", "positions", "slots", "kv_lengths", "lanes", "rows", "steps")
-    }
-    for chunk in plan.chunks:
+def written_out(plan: BatchPlan, leading: int) -> dict[str, list]:
+    """Real rows of every part, one token after another.
+
+    Args:
+        leading: decoding sequences, dummies included.
+    """
+    names = ("ids", "positions", "slots", "kv_lengths", "lanes", "drawn_lanes", "rows", "steps")
+    found: dict[str, list] = {name: [] for name in names}
+    for number, chunk in enumerate(plan.chunks):
         own = chunk.sequence
         for position in range(chunk.start, chunk.start + chunk.length):
             found["ids"].append(-1 - own.lane if chunk.from_device else int(own.ids[position]))
@@ -42,40 +45,65 @@ def written_out(plan: BatchPlan) -> dict[str, list]:
         end = chunk.start + chunk.length
         found["kv_lengths"].append(end)
         found["lanes"].append(own.lane)
-        found["rows"].append(len(found["ids"]) - 1)
+        found["rows"].append(len(found["ids"]) - 1 + (leading - plan.decodes if number >= plan.decodes else 0))
         found["steps"].append(end - own.prompt_length)
+    found["drawn_lanes"] = found["lanes"]
     return found
 
 
 def check(staging: GenerationStaging, plan: BatchPlan, slot: int = 0) -> dict[str, torch.Tensor]:
     staged = staging.write(slot, plan)
     parts = device_parts(staged.packed.clone(), staged.layout)
-    key, count, tokens = staged.key, len(plan.chunks), plan.tokens
-    for name, expected in written_out(plan).items():
+    key, count, decodes = staged.key, len(plan.chunks), plan.decodes
+    leading = key.decodes
+    assert leading >= decodes
+    # Where real ones are: first those that decode, dummies behind them, then the chunks, and dummies again.
+    tokens = [*range(decodes), *range(leading, leading + plan.tokens - decodes)]
+    sequences = [*range(decodes), *range(leading, leading + count - decodes)]
+    of_tokens, of_sequences = ("ids", "positions", "slots"), ("kv_lengths", "lanes")
+    for name, expected in written_out(plan, leading).items():
         if name in parts:
-            assert parts[name][: len(expected)].tolist() == expected, name
-    lengths = [chunk.length for chunk in plan.chunks] + [1] * (key.sequences - count)
+            where = tokens if name in of_tokens else sequences if name in of_sequences else range(count)
+            assert parts[name][list(where)].tolist() == expected, name
+    lengths = [chunk.length for chunk in plan.chunks]
+    lengths[decodes:decodes] = [1] * (leading - decodes)
+    dummies, missing = key.sequences - len(lengths), key.tokens - sum(lengths)
+    assert (dummies > 0) == (missing > 0)
+    lengths += [1] * (dummies - 1) + [missing - dummies + 1] if dummies else []
+    assert min(lengths) >= 1
     assert staged.lengths == tuple(lengths)
     assert parts["cu_seqlens"].tolist() == [0, *np.cumsum(lengths)]
-    assert (staged.rows, len(parts["kv_lengths"])) == (count, key.sequences)
-    assert staged.decodes == (key.sequences if key.padded else plan.decodes)
-    for row, chunk in enumerate(plan.chunks):
+    assert sum(lengths) == key.tokens == len(parts["ids"])
+    assert (staged.rows, len(parts["kv_lengths"]), staged.decodes) == (count, key.sequences, leading)
+    assert staged.kv_lengths() == parts["kv_lengths"].tolist()
+    assert int(parts["kv_lengths"].max()) <= key.kv_bound
+    for row, chunk in zip(sequences, plan.chunks, strict=True):
         used = -(-(chunk.start + chunk.length) // PAGE)
         assert parts["table"][row, :used].tolist() == chunk.sequence.pages[:used]
-    # Dummies: one token of id 0 at position 0, in page 0, of lane 0.
-    assert [int(parts[name][tokens:].abs().sum()) for name in ("ids", "positions", "slots")] == [0, 0, 0]
-    assert set(parts["kv_lengths"][count:].tolist()) <= {1}
-    assert int(parts["table"][count:].sum()) == int(parts["lanes"][count:].sum()) == 0
-    assert parts["rows"].tolist() == (parts["cu_seqlens"][1:] - 1).tolist()
+    # Dummies: tokens of id 0 at position 0, in page 0, of lane 0; each starts in this batch.
+    padding = [i for i in range(key.tokens) if i not in set(tokens)]
+    strangers = [i for i in range(key.sequences) if i not in set(sequences)]
+    assert [int(parts[name][padding].abs().sum()) for name in of_tokens] == [0, 0, 0]
+    assert parts["kv_lengths"][strangers].tolist() == [lengths[i] for i in strangers]
+    assert int(parts["table"][strangers].sum()) == int(parts["lanes"][strangers].sum()) == 0
+    assert sorted(parts["rows"].tolist()) == (parts["cu_seqlens"][1:] - 1).tolist()
+    assert ("drawn_lanes" in parts) == (key.padded and 0 < leading < key.sequences)
+    if "drawn_lanes" in parts:
+        assert not parts["drawn_lanes"][count:].any()
+    else:
+        assert parts["rows"].tolist() == sorted(parts["rows"].tolist())
     for part in staged.layout.parts:
         assert part.start % ALIGN == 0
     return parts
 
 
-@pytest.fixture(params=[False, True], ids=["own shape", "padded"])
+@pytest.fixture(params=["own shape", "decoding padded", "all padded"])
 def staging(request):
     lanes = Lanes(RUNNING + 1, -(-LONGEST // PAGE), ENDS)
-    buckets = GenerationBuckets(captures=request.param, max_running=RUNNING, max_tokens=LONGEST)
+    prompts = request.param == "all padded"
+    buckets = GenerationBuckets(
+        captures=request.param != "own shape", max_running=RUNNING, max_tokens=LONGEST, prompts=prompts
+    )
     return GenerationStaging(lanes, buckets, PAGE, pin=False)
 
 
@@ -174,6 +202,83 @@ def test_dummies_alone():
         assert staged.layout == layout_of(key, PAGE)
 
 
+@pytest.mark.parametrize("decodes", [0, 1, 4, 16])
+def test_dummies_alone_with_chunks(decodes):
+    lanes = Lanes(RUNNING + 1, -(-LONGEST // PAGE))
+    buckets = GenerationBuckets(captures=True, max_running=RUNNING, max_tokens=LONGEST, prompts=True)
+    staging = GenerationStaging(lanes, buckets, PAGE, pin=False)
+    key = buckets.key(decodes, 3, decodes + 300, 700, Draw(sampled=True))
+    assert (key.decodes, key.sequences - key.decodes, key.tokens, key.kv_bound) == (decodes, 4, 320, 1024)
+    staged = staging.write_dummies(0, key)
+    parts = device_parts(staged.packed, staged.layout)
+    assert sum(staged.lengths) == 320
+    assert staged.lengths[:decodes] == (1,) * decodes
+    assert max(staged.lengths[decodes:]) - min(staged.lengths[decodes:]) <= 1
+    assert parts["kv_lengths"].tolist() == [1024] * decodes + list(staged.lengths[decodes:])
+    assert parts["cu_seqlens"].tolist() == [0, *np.cumsum(staged.lengths)]
+    for name in ("ids", "slots", "lanes", "table"):
+        assert not parts[name].any()
+
+
+def prompt_buckets(**changes) -> GenerationBuckets:
+    settings = {"captures": True, "prompts": True, "max_running": 64, "max_tokens": 40_000, **changes}
+    return GenerationBuckets(**settings)
+
+
+@pytest.mark.parametrize(
+    ("decodes", "chunks", "tokens", "longest", "expected"),
+    [
+        (0, 1, 128, 128, (128, 1, 0, 1024)),  # just full
+        (0, 1, 127, 127, (128, 2, 0, 1024)),  # one token is missing
+        (0, 1, 1, 1, (64, 2, 0, 1024)),
+        (0, 2, 128, 100, (128, 2, 0, 1024)),
+        (0, 3, 128, 5000, (192, 4, 0, 16384)),  # full of tokens, not of sequences
+        (1, 1, 128, 127, (128, 2, 1, 1024)),
+        (2, 1, 129, 127, (192, 6, 4, 1024)),  # 4 + 127 and a dummy
+        (5, 1, 53, 90, (64, 17, 16, 1024)),
+        (64, 16, 2048, 128, (2048, 80, 64, 1024)),
+        (63, 17, 2048, 128, (2112, 96, 64, 1024)),  # a full budget, and 1 + 15 dummies beside it
+        (33, 31, 2048, 128, (2112, 96, 64, 1024)),
+    ],
+)
+def test_buckets_of_prompts(decodes, chunks, tokens, longest, expected):
+    key = prompt_buckets().key(decodes, chunks, tokens, longest, GREEDY)
+    assert (key.tokens, key.sequences, key.decodes, key.kv_bound) == expected
+    assert key.padded
+
+
+def test_what_has_no_bucket_keeps_its_shape():
+    for buckets, batch in (
+        (prompt_buckets(prompts=False), (3, 1, 40, 90)),
+        (prompt_buckets(captures=False), (3, 1, 40, 90)),
+        (prompt_buckets(), (3, 1, 2400, 9000)),  # more than the budget and its dummies
+        (prompt_buckets(max_tokens=40), (0, 1, 10, 10)),  # the dummy would be longer than any sequence
+        (prompt_buckets(max_running=4), (5, 1, 40, 90)),
+    ):
+        key = buckets.key(*batch, GREEDY)
+        decodes, chunks, tokens, longest = batch
+        assert key == (tokens, decodes + chunks, decodes, longest, GREEDY, False)
+
+
+def test_every_batch_fits_the_bucket_it_is_given():
+    draw = random.Random(4)
+    buckets = prompt_buckets()
+    for _ in range(5000):
+        decodes, chunks = draw.randrange(65), draw.randrange(1, 20)
+        prompt = draw.randrange(chunks, 2049 - decodes)
+        longest = draw.randrange(prompt, 40_000)
+        key = buckets.key(decodes, chunks, decodes + prompt, longest, GREEDY)
+        assert key.padded
+        dummies = key.sequences - key.decodes - chunks
+        missing = key.tokens - key.decodes - prompt
+        assert key.decodes >= decodes
+        assert missing >= dummies >= 0
+        assert (missing > 0) == (dummies > 0)
+        assert missing <= key.kv_bound
+        assert key.tokens - decodes - prompt < 64 + 256 + 64
+        assert buckets.key(key.decodes, chunks + dummies, key.tokens, key.kv_bound, GREEDY) == key
+
+
 def test_buckets():
     buckets = GenerationBuckets(captures=True, max_running=64, max_tokens=40_000)
     assert buckets.sequences == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
@@ -182,7 +287,7 @@ def test_buckets():
     assert key == buckets.decode_key(40, 4096)
     assert key.padded
     mixed = buckets.key(33, 2, 433, 1025, GREEDY)
-    assert (mixed.tokens, mixed.sequences, mixed.kv_bound, mixed.padded) == (433, 35, 1025, False)
+    assert mixed == (433, 35, 33, 1025, GREEDY, False)
     assert not GenerationBuckets(captures=False, max_running=64, max_tokens=40_000).key(33, 0, 33, 9, GREEDY).padded
     assert GenerationBuckets(captures=True, max_running=3, max_tokens=100).sequences == [1, 2, 4]
     assert [round_up(n) for n in (0, 1, 2, 3, 20)] == [0, 1, 2, 4, 32]
