@@ -143,8 +143,10 @@ class TritonPaged:
         try:
             for sequences, bound in _distinct_steps(self._spec, max_sequences, most):
                 self._run_once((1,) * sequences, sequences, bound)
-            for tokens in (1, 2048):
-                self._run_once((1, tokens), 1, max(tokens, 1024))
+            # Chunks: blocks for few and for many tokens, and room for each power of two of their number.
+            for count in (1, *(n for n in (32, 64, 128, 256, 512, 1024) if n < 2 * max_sequences)):
+                for tokens in (1, 2048 // count):
+                    self._run_once((1, *(tokens,) * count), 1, max(tokens, 1024))
             torch.cuda.synchronize(self._spec.device)
         except Exception as error:  # a compiler raises kinds of its own
             raise StartupError(f"attention backend {self.name} does not run: {error}") from error
