@@ -31,6 +31,9 @@ _MOST_SPLITS = 64
 # Keys a share may have at most at the bound of a graph, so that one long sequence among short ones is not left to a few
 # programs.
 _SHARE = 2048
+# Up to so many keys so many programs are enough, and where the sequences alone make as many nothing is merged: the
+# kernel that merges takes a place in the chain of dependent launches, more than the few blocks it would spare.
+_FEW_KEYS, _FEW_PROGRAMS = 1024, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +47,11 @@ class DecodeTile:
 
 
 def decode_tile(sequences: int, num_kv_heads: int, head_dim: int, bound: int) -> DecodeTile:
-    """Two programs a multiprocessor where the keys suffice. Depends on what a graph's key fixes, and nothing else."""
+    """Two programs a multiprocessor where the keys are many, a quarter of them where they are few. Depends on what a
+    graph's key fixes, and nothing else."""
     bn = 64 if head_dim <= 128 else 32
-    programs = sequences * num_kv_heads
-    splits = max(cdiv(2 * _SMS, programs), cdiv(bound, _SHARE))
+    wanted = _FEW_PROGRAMS if bound <= _FEW_KEYS else 2 * _SMS
+    splits = max(cdiv(wanted, sequences * num_kv_heads), cdiv(bound, _SHARE))
     # Some stages go to the page numbers, which addresses hang on; five leave two blocks of keys and values in flight.
     return DecodeTile(bn, max(1, min(splits, cdiv(bound, bn), _MOST_SPLITS)), 4, 5)
 

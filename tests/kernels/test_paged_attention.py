@@ -186,7 +186,10 @@ def test_shapes_that_do_not_fit_are_refused(place):
 
 
 def test_shares_follow_the_key_alone():
-    assert decode_tile(1, 8, 128, 1024).splits == 16
+    # Few keys: nothing to merge where the sequences alone make 64 programs.
+    assert [decode_tile(n, 8, 128, 1024).splits for n in (1, 2, 4, 8, 16, 64)] == [8, 4, 2, 1, 1, 1]
+    assert [decode_tile(n, 2, 256, 1024).splits for n in (1, 8, 32)] == [32, 4, 1]
+    assert decode_tile(8, 8, 128, 4096).splits == 5
     assert decode_tile(1, 8, 128, 16384).splits == 33
     assert decode_tile(64, 8, 128, 1024).splits == 1
     assert decode_tile(64, 8, 128, 16384).splits == 8
