@@ -41,7 +41,8 @@ def paged_attention_ref(
             for cache in (k_cache, v_cache)
         )
         scores = q[start:stop].float().transpose(0, 1) @ keys.transpose(1, 2) * scale
-        ahead = torch.arange(total, device=q.device)[None] - torch.arange(total - (stop - start), total)[:, None]
+        index = torch.arange(total, device=q.device)
+        ahead = index[None] - index[total - (stop - start) :, None]
         hidden = ahead > 0 if window is None else (ahead > 0) | (ahead < -window)
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         out[start:stop] = (weights @ values).transpose(0, 1).to(q.dtype)
