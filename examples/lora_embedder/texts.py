@@ -1,0 +1,87 @@
+"""The Universal Declaration's articles, split so that what is measured was not trained on.
+
+    python -m examples.lora_embedder.texts --out .out/lora_embedder
+
+writes train.jsonl (articles 1 to 20 in English and the trained languages), eval.jsonl (all articles in all languages)
+and verify.txt (one text a line, for `rose verify`). Knows where the texts come from; knows no model. Another data set
+takes part by writing the same fields.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.support.corpora import udhr_paragraphs
+
+PIVOT = "eng"
+# Chosen before anything was trained: Latin script, since the tokenizer writes other scripts byte by byte.
+TRAINED = ("fra", "spa", "por_BR", "deu_1996", "nld", "swe", "ind", "pol")
+# Relatives of trained languages first, then Swahili, Finnish and Turkish, which have none among them.
+UNSEEN = ("ita", "cat", "glg", "ron_2006", "dan", "afr", "ces", "swh", "fin", "tur")
+TRAINED_ARTICLES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """
+    Attributes:
+        group: texts of one group say the same thing, and no two groups do; the article's number from 1.
+        part: 0 for the whole, n for its nth paragraph.
+    """
+
+    group: int
+    part: int
+    language: str
+    text: str
+
+
+def articles(language: str, *, parts: bool) -> list[Text]:
+    """The thirty articles of a language; with `parts`, also the paragraphs of those that have several."""
+    found = []
+    for group, paragraphs in enumerate(udhr_paragraphs(language), 1):
+        found.append(Text(group, 0, language, " ".join(paragraphs)))
+        if parts and len(paragraphs) > 1:
+            found += [Text(group, n, language, paragraph) for n, paragraph in enumerate(paragraphs, 1)]
+    return found
+
+
+def training_texts(languages: Sequence[str] = TRAINED) -> list[Text]:
+    """Articles 1 to 20, whole and in paragraphs, in English and `languages`."""
+    return [
+        text
+        for language in (PIVOT, *languages)
+        for text in articles(language, parts=True)
+        if text.group <= TRAINED_ARTICLES
+    ]
+
+
+def write(path: Path, texts: Iterable[Text]) -> None:
+    lines = (json.dumps(asdict(text), ensure_ascii=False) + "\n" for text in texts)
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def read(path: Path) -> list[Text]:
+    return [Text(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for the three files")
+    out: Path = parser.parse_args(arguments).out
+    out.mkdir(parents=True, exist_ok=True)
+    trained = training_texts()
+    every = [text for language in (PIVOT, *TRAINED, *UNSEEN) for text in articles(language, parts=False)]
+    write(out / "train.jsonl", trained)
+    write(out / "eval.jsonl", every)
+    sample = [text.text for text in every if text.group % 5 == 0]
+    (out / "verify.txt").write_text("\n".join(sample) + "\n", encoding="utf-8")
+    print(f"{len(trained)} texts to train on, {len(every)} to measure with, {len(sample)} to verify with: {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
