@@ -129,6 +129,14 @@ def can_capture(plan: AttentionPlan) -> bool:
     return bool(getattr(plan, "capturable", False))
 
 
+def is_fixed(plan: AttentionPlan) -> bool:
+    """Whether all plans of a key are the same, so that a replay needs no new one: lengths are read on the device.
+
+    A plan says so with an attribute `fixed`; one that does not is made anew before each replay.
+    """
+    return bool(getattr(plan, "fixed", False))
+
+
 def captures_prompts(backend: AttentionBackend) -> bool:
     """Whether plans of this paged backend may be captured where there are chunks of prompts, too: of one key they have
     the same sequences, decoding ones and tokens, and nothing else.

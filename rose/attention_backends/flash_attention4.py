@@ -31,7 +31,7 @@ _LOOKUP_SEQUENCES = 256
 class FlashAttention4Plan:
     """One batch: its offsets on the device and the bound of its lengths."""
 
-    capturable = True
+    capturable = fixed = True
 
     def __init__(self, spec: AttentionSpec, cu_seqlens: Tensor, bound: int, attend: Any) -> None:
         self._spec = spec

@@ -28,6 +28,8 @@ class TritonShortPlan:
     """One batch: its offsets on the device and the bound of its lengths."""
 
     capturable = True
+    # A bucket is always full, dummies included, so `whole` is the same for all batches of a key too.
+    fixed = True
 
     def __init__(self, spec: AttentionSpec, cu_seqlens: Tensor, bound: int, whole: bool, attend: Any) -> None:
         self._spec = spec

@@ -205,6 +205,8 @@ class Engine:
             due.append(deadline)
         return None if min(due) == math.inf else min(due)
 
+        # Whoever asks is about to wait: the time to learn from what has ended.
+        self._pipeline.retire()
     def key_for(self, lengths: Sequence[int], outputs: tuple[str, ...] = (), *, token_types: bool = False) -> GraphKey:
         """The key a batch of sequences of these lengths would run under, for `warmup`."""
         names = resolve_outputs(outputs, self._model.outputs, self._model.default_output)

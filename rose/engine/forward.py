@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rose.attention_backends.base import AttentionBackend, can_capture
+from rose.attention_backends.base import AttentionBackend, can_capture, is_fixed
 from rose.batch import Batch
 from rose.engine.buckets import BatchKey
 from rose.engine.graphs import Forward
@@ -37,6 +37,10 @@ class BatchForward:
     @property
     def capturable(self) -> bool:
         return self._batch.attention is not None and can_capture(self._batch.attention)
+
+    @property
+    def fixed(self) -> bool:
+        return self._batch.attention is not None and is_fixed(self._batch.attention)
 
     def run(self) -> dict[str, Tensor]:
         return self._model(self._batch, self._staged.key.outputs)

@@ -62,7 +62,11 @@ class Capturer(Protocol):
 
 
 class Forward(Protocol):
-    """A forward that can be pointed at input buffers."""
+    """A forward that can be pointed at input buffers.
+
+    One whose plan is the same for every batch of its key says so with an attribute `fixed`: it is not loaded again
+    before each replay.
+    """
 
     def load(self, packed: Tensor, graph_key: BatchKey | None, like: Forward | None = None) -> None:
         """Make the batch out of the packed buffer and plan its attention; not captured, repeated before each replay.
@@ -104,6 +108,7 @@ class _Held:
     forward: Forward  # what was captured still reads its plan's buffers
     graph: CapturedGraph
     last_used: int
+    fixed: bool
 
     @property
     def bytes(self) -> int:
@@ -154,18 +159,23 @@ class LazyGraphs:
         Returns:
             name -> tensor, valid in stream order until this key runs again.
         """
-        self._runs += 1
         held = self._held.get(key)
-        if held is None and self._may_capture(key):
-            held = self._capture(key, inputs, forward)
-        elif held is not None:
-            self.metrics.hits += 1
+        if held is not None:
             held.packed.copy_(inputs, non_blocking=True)
-            forward.load(held.packed, key, held.forward)
+            if not held.fixed:
+                forward.load(held.packed, key, held.forward)
+            held.graph.replay()
+            # The books are kept beside the device.
+            self._runs += 1
+            self.metrics.hits += 1
+            held.last_used = self._runs
+            self._held.move_to_end(key)
+            return held.graph.outputs
+        self._runs += 1
+        if self._may_capture(key):
+            held = self._capture(key, inputs, forward)
         if held is None:
             return self._run_plain(key, inputs, forward)
-        held.last_used = self._runs
-        self._held.move_to_end(key)
         held.graph.replay()
         return held.graph.outputs
 
@@ -220,7 +230,8 @@ class LazyGraphs:
             if not forward.capturable:
                 self._refuse(key, "its attention is bound to one split")
                 return None
-            held = _Held(packed, forward, self._capturer.capture(key, forward.run), self._runs)
+            graph = self._capturer.capture(key, forward.run)
+            held = _Held(packed, forward, graph, self._runs, bool(getattr(forward, "fixed", False)))
         except torch.OutOfMemoryError:
             # What is held now is what fits; from here on a new graph needs a cold one's place.
             self._max_bytes = self.metrics.bytes

@@ -59,7 +59,8 @@ class Work:
     def __post_init__(self) -> None:
         runs = self.runs
         self.lengths = runs[0].lengths if len(runs) == 1 else [length for run in runs for length in run.lengths]
-        self.splits = tuple(accumulate(self.lengths, initial=0))
+        one = len(self.lengths) == 1
+        self.splits = (0, self.lengths[0]) if one else tuple(accumulate(self.lengths, initial=0))
         self.token_types = False
         for run in runs:
             if run.token_types is not None:
@@ -119,7 +120,8 @@ class OpenRequest:
     ends: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ends = list(accumulate(self.lengths, initial=0))
+        lengths = self.lengths
+        self.ends = [0, lengths[0]] if len(lengths) == 1 else list(accumulate(lengths, initial=0))
 
     @staticmethod
     def of(request: Request, outputs: tuple[str, ...], lengths: list[int], serial: int, *, single: bool) -> OpenRequest:

@@ -233,6 +233,8 @@ class Scheduler:
 
     def next_batch(self) -> Work | None:
         """The sequences to run next, or None if nothing waits. Call `expire` before."""
+        if len(self._open) == 1 and (only := self._only()) is not None:
+            return only
         online, bulk = self._next_lane(Priority.ONLINE), self._next_lane(Priority.BULK)
         overdue = bulk is not None and self._bulk_passed_over >= BULK_PATIENCE
         leader = bulk if overdue or online is None else online
@@ -255,6 +257,19 @@ class Scheduler:
         passed_over = oldest_bulk is not None and oldest_bulk.next == waits_at
         self._bulk_passed_over = self._bulk_passed_over + 1 if passed_over else 0
         return Work(draft.runs, leader.key.outputs)
+
+    def _only(self) -> Work | None:
+        """A query that is all that waits: whatever the budgets and turns, it is the batch."""
+        request = next(iter(self._open.values()))
+        if len(request.lengths) > 1:
+            return None
+        lane = self._lane_of(request)
+        lane.first()
+        lane.ring.popleft()
+        work = Work([request.take(1)], request.outputs)
+        self._close(request)
+        self.queued_tokens = self.queued_sequences = self._bulk_passed_over = 0
+        return work
 
     def _fill(self, draft: Draft, lane: Lane, turns: int | None = None) -> None:
         cut_short: list[OpenRequest] = []

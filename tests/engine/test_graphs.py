@@ -91,6 +91,15 @@ def test_a_plan_bound_to_one_split_is_never_captured() -> None:
     assert released == [key(64)]
 
 
+def test_a_plan_that_is_the_same_for_all_of_a_key_is_not_made_again_for_replays():
+    graphs, _ = make(FakeCapturer())
+    forward = Sum()
+    forward.fixed = True
+    assert [run(graphs, key(64), n, forward) for n in (5, 6, 7, 8)] == [6, 7, 8, 9]
+    assert forward.loads == [key(64)] * 2
+    assert run(graphs, key(64), 9, Sum()) == 10, "what was captured counts, not who asks"
+
+
 def test_first_plain_then_capture_then_replay():
     graphs, _ = make(FakeCapturer())
     assert [run(graphs, key(64), n) for n in (5, 6, 7, 8)] == [6, 7, 8, 9]

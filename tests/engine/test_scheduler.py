@@ -49,6 +49,22 @@ def test_an_empty_queue_gives_nothing():
     assert (scheduler.queued_tokens, scheduler.queued_requests, scheduler.queued_sequences) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("priority", list(Priority))
+@pytest.mark.parametrize("tokens", [3, 500])
+def test_a_query_that_is_all_that_waits_is_the_next_batch(priority, tokens):
+    scheduler = make()
+    for number in range(3):
+        add(scheduler, 10 + number, [5])
+        scheduler.abort(10 + number)
+        add(scheduler, number, [tokens], priority=priority, alone=number == 1)
+        work = scheduler.next_batch()
+        assert work is not None
+        assert (numbers(work), work.splits, work.items) == ([number], (0, tokens), (Item(number, 0),))
+        assert (scheduler.queued_tokens, scheduler.queued_requests, scheduler.queued_sequences) == (0, 0, 0)
+        assert not scheduler.single_waits
+        assert scheduler.next_batch() is None
+
+
 def test_equals_are_served_in_the_order_of_their_arrival():
     scheduler = make()
     for number in range(20):

@@ -57,6 +57,29 @@ def test_the_batch_is_what_packing_by_hand_gives(requests, padded, data):
     assert batch.max_length == (key.max_length if key.padded else max(lengths))
 
 
+@given(st.lists(st.tuples(st.integers(1, 300), st.booleans()), min_size=1, max_size=12))
+def test_queries_written_one_after_another_are_what_a_fresh_buffer_would_hold(queries):
+    """Some lengths again, some with companions or types in between: nothing of an earlier batch shows."""
+    staging = Staging(pin=False, pad_id=3)
+    for number, (length, alone) in enumerate([*queries, *queries]):
+        work = work_of([[length]] if alone else [[length, 2]], types=(0,) if number % 5 == 4 else ())
+        work.runs[0].ids += number
+        key = BUCKETS.key(work.lengths, ("e",), token_types=work.token_types)
+        staged, fresh = staging.write(number % 2, work, key), Staging(pin=False, pad_id=3).write(number % 2, work, key)
+        np.testing.assert_array_equal(staged.packed.numpy(), fresh.packed.numpy())
+        assert (staged.key, staged.slot, staged.lengths) == (key, number % 2, fresh.lengths)
+        assert (staged.max_length, staged.rows, staged.tokens) == (fresh.max_length, fresh.rows, fresh.tokens)
+
+
+def test_forms_of_queries_do_not_add_up(monkeypatch):
+    monkeypatch.setattr("rose.engine.staging.MAX_FORMS", 3)
+    staging = Staging(pin=False)
+    for length in range(1, 9):
+        work = work_of([[length]])
+        staging.write(0, work, BUCKETS.key(work.lengths, ("e",)))
+    assert len(staging._slots[0].forms) <= 3
+
+
 def test_rows_of_the_packed_buffer_are_aligned():
     work = work_of([[5, 6]], types=(0,))
     staged = Staging(pin=False).write(0, work, EXACT.key(work.lengths, ("e",), token_types=True))
