@@ -107,8 +107,8 @@ class EmptyModel:
     def attention_spec(self, device, dtype):
         raise NotImplementedError("nothing attends here")
 
-    def __call__(self, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(rows), VOCAB)
+    def __call__(self, batch: Batch, rows: torch.Tensor | None) -> torch.Tensor:
+        return torch.zeros(len(batch.ids if rows is None else rows), VOCAB)
 
 
 def build(sequences: int, tokens: int) -> GenerationEngine:

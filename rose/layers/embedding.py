@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from rose.batch import Batch
 from rose.kernels.embed_layer_norm import embed_layer_norm
-from rose.layers.norm import LayerNorm
+from rose.kernels.embed_rms_norm import embed_rms_norm
+from rose.layers.norm import LayerNorm, RMSNorm, ZeroCentredRMSNorm
 from rose.layers.parameter import parameter
 
 
@@ -21,6 +22,16 @@ class Embedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """ids: [T] int32 -> [T, D]."""
         return F.embedding(ids, self.weight)
+
+    def normalised(self, ids: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """ids: [T] int32 -> (norm(rows) [T, D], rows [T, D]): in one pass where `norm` is one of this room's."""
+        # Of these types and no others: what stands in for a norm may leave something else than rows.
+        if type(norm) is RMSNorm:
+            return embed_rms_norm(ids, self.weight, norm.weight, norm.eps)
+        if type(norm) is ZeroCentredRMSNorm:
+            return embed_rms_norm(ids, self.weight, norm.gain, norm.eps)
+        rows = self(ids)
+        return norm(rows), rows
 
 
 class BertEmbeddings(nn.Module):

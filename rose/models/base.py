@@ -105,12 +105,12 @@ class GenerativeModel(Protocol):
         """With layout "paged"."""
         ...
 
-    def __call__(self, batch: Batch, rows: Tensor) -> Tensor:
+    def __call__(self, batch: Batch, rows: Tensor | None) -> Tensor:
         """Run the forward, and the head for some rows only.
 
         Args:
             batch: with `attention` and `paged` set.
-            rows: [S] int32, rows of the packed axis whose next token is wanted.
+            rows: [S] int32, rows of the packed axis whose next token is wanted; None for all of them.
 
         Returns:
             logits [S, vocab_size] fp32.

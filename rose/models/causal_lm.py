@@ -47,16 +47,16 @@ class CausalLM(nn.Module):
         return replace(attention_spec(self.folder, device, dtype), layout="paged")
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, rows: Tensor) -> Tensor:
+    def forward(self, batch: Batch, rows: Tensor | None) -> Tensor:
         """
         Args:
-            rows: [S] int32, rows of the packed axis whose next token is wanted.
+            rows: [S] int32, rows of the packed axis whose next token is wanted; None for all of them.
 
         Returns:
             logits [S, vocab_size] fp32, right to fp32 in what comes after the hidden rows.
         """
         hidden: Tensor = self.backbone(batch)
-        logits: Tensor = self.lm_head(hidden.index_select(0, rows))
+        logits: Tensor = self.lm_head(hidden if rows is None else hidden.index_select(0, rows))
         return logits
 
 

@@ -86,12 +86,11 @@ class Qwen35(nn.Module):
         """-> hidden rows [T, D]."""
         layers = [cast(Qwen35Layer, layer) for layer in self.layers]
         norms = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
-        stream = self.embed_tokens(batch.ids)
-        x = layers[0].input_layernorm(stream)
+        x, stream = self.embed_tokens.normalised(batch.ids, layers[0].input_layernorm)
         for index, (layer, norm) in enumerate(zip(layers, norms, strict=True)):
             pieces, stream = layer(x, stream, batch, self.rotary.table, index)
             x, stream = norm.add(pieces, stream)
-        return cast(Tensor, x)
+        return x
 
 
 def _recurrent_spec(delta: GatedDeltaConfig) -> RecurrentSpec:

@@ -25,6 +25,7 @@ MODULES = (
     "add_norm_quantize",
     "causal_conv",
     "embed_layer_norm",
+    "embed_rms_norm",
     "gated_delta_rule",
     "gated_delta_step",
     "gated_norm",
@@ -279,6 +280,14 @@ def test_store_kv(compiled, heads, kv_heads, head_dim, turned):
     rotation = HeadRotation(ints(5), torch.empty(64, turned), w, w, 1e-6)
     qk_norm_rope_store_triton(bf16(5, (heads + 2 * kv_heads) * head_dim), rotation, *caches, ints(5))
     check(compiled, 2)
+
+
+@pytest.mark.parametrize(("width", "gain"), [(1024, torch.bfloat16), (2560, torch.bfloat16), (1024, torch.float32)])
+def test_embed_rms_norm(compiled, width, gain):
+    from rose.kernels.embed_rms_norm import embed_rms_norm_triton
+
+    embed_rms_norm_triton(ints(4), bf16(1000, width), torch.empty(width, dtype=gain), 1e-6)
+    check(compiled, 1)
 
 
 @pytest.mark.parametrize("vocabulary", [32_000, 151_936, 248_320])

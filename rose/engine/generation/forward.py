@@ -88,8 +88,9 @@ class GenerationForward:
         """-> `DRAWN`: [S, columns] int32, see rose.engine.generation.sampler."""
         side, parts = self._side, self._parts
         self._batch.ids = take_latest(parts["ids"], side.latest)
-        logits = side.model(self._batch, parts["rows"])
-        drawn = draw_tokens(logits, parts, self._staged.key.draw, side.vocab_limit)
+        key = self._staged.key
+        logits = side.model(self._batch, None if key.decodes == key.tokens else parts["rows"])
+        drawn = draw_tokens(logits, parts, key.draw, side.vocab_limit)
         # A row that gave no token ends, but its next batch may be launched already and has to start from some id.
         keep_latest(drawn[:, 0], parts.get("drawn_lanes", parts["lanes"]), side.latest)
         return {DRAWN: drawn}

@@ -315,6 +315,7 @@ class Counting(Faulty):
         starts = batch.paged.kv_lengths == torch.tensor(batch.lengths)
         before = torch.where(starts, 0, counts[lanes, 0, 0, 0])
         counts[lanes, 0, 0, 0] = before + torch.tensor(batch.lengths)
+        rows = torch.arange(len(batch.ids)) if rows is None else rows
         sequence = torch.searchsorted(batch.cu_seqlens[1:], rows, right=True)
         drawn = (3 * counts[lanes[sequence], 0, 0, 0]).long()
         return torch.nn.functional.one_hot(drawn, self.vocab_size).float()
