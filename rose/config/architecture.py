@@ -1,7 +1,7 @@
 """The numbers of one architecture, under the same names whatever family the checkpoint comes from.
 
 Knows config.json; knows neither weights nor pooling. What would change the result and is not served (some rotary
-scalings, windows in some layers only, relative positions, quantised weights) is refused by name instead of ignored.
+scalings, windows in some layers only, relative positions, most ways to quantise) is refused by name instead of ignored.
 """
 
 from __future__ import annotations
@@ -92,10 +92,22 @@ def read_architecture(config: JsonFile, causal: bool | None = None) -> Architect
     reader = _READERS.get(model_type)
     if reader is None:
         raise config.error(f"model_type {model_type!r} is not served; there are {', '.join(_READERS)}")
-    if "quantization_config" in config:
-        method = config.child("quantization_config").text("quant_method", "of an unnamed method")
-        raise config.error(f"the weights are quantised ({method}), which is not served")
+    method = quantized_by(config)
+    if method is not None and method not in QUANTIZED_BY:
+        raise config.error(f"the weights are quantised ({method}), which is not served; {', '.join(QUANTIZED_BY)} are")
     return reader(config, causal)
+
+
+# What rose/convert/quantized/schemes.py reads.
+QUANTIZED_BY = ("compressed-tensors", "fp8", "modelopt")
+
+
+def quantized_by(config: JsonFile) -> str | None:
+    """Who quantised the weights, by the name that config.json gives; None where they are plain."""
+    for place in (config, config.child("text_config")):
+        if "quantization_config" in place:
+            return place.child("quantization_config").text("quant_method", "of an unnamed method")
+    return None
 
 
 def _read_bert(config: JsonFile, causal: bool | None) -> ArchitectureConfig:

@@ -19,6 +19,8 @@ from rose.config.sentence_transformers import missing_pooling
 from rose.convert.checkpoint import Checkpoint
 from rose.convert.families import FAMILIES, HEADS
 from rose.convert.heads import LINEAR, LM_HEAD, check_tied, colbert_width, yes_no_row
+from rose.convert.quantized import open_checkpoint, place_quantized
+from rose.convert.quantized.flows import hand_over_codes
 from rose.convert.report import left_out
 from rose.convert.rules import Family, Rename, fill
 from rose.convert.stream import HEAD_PREFIX, WeightPlan, plan_weights
@@ -97,6 +99,7 @@ def _load_embedder(folder: ModelFolder, device: torch.device, dtype: torch.dtype
         model = build_embedder(folder, width)
     family = FAMILIES[find_entry(folder.architecture).rules]
     _fill(model.backbone, folder.backbone_path, family, device, dtype, tied=folder.architecture.tie_word_embeddings)
+    hand_over_codes(model.backbone, find_entry(folder.architecture).rules)
     for module, config in zip(model.head.dense, folder.dense, strict=True):
         _fill(module, folder.path / config.folder, _DENSE, device, torch.float32)
     for head in folder.token_heads:
@@ -112,7 +115,7 @@ def _load_reranker(folder: ModelFolder, device: torch.device, dtype: torch.dtype
     entry, config = find_entry(folder.architecture), folder.reranker
     assert config is not None
     path, tied = folder.backbone_path, folder.architecture.tie_word_embeddings
-    with Checkpoint(path) as checkpoint:
+    with open_checkpoint(path) as checkpoint:
         rules = () if config.head == "yes_no" else HEADS[entry.classifier]
         plan = plan_weights(checkpoint, FAMILIES[entry.rules], tied=tied, head=rules)
         expected = _shapes(model.backbone)
@@ -124,12 +127,14 @@ def _load_reranker(folder: ModelFolder, device: torch.device, dtype: torch.dtype
         _check_head(plan, expected, rules, path)
         check_plan(plan, expected, path)
         _tell(plan, FAMILIES[entry.rules], path)
-        for name, tensor in plan.stream():
+        done = place_quantized(model.backbone, plan, device, dtype)
+        for name, tensor in plan.stream(done):
             if name.startswith(HEAD_PREFIX):
                 leaf = name.removeprefix(HEAD_PREFIX)
                 _place(model.head, leaf, tensor, device, torch.float32, plan.origin(name))
             else:
                 _place(model.backbone, name, tensor, device, dtype, plan.origin(name))
+    hand_over_codes(model.backbone, entry.rules)
     return model
 
 
@@ -138,8 +143,9 @@ def _load_causal_lm(folder: ModelFolder, device: torch.device, dtype: torch.dtyp
         model = build_causal_lm(folder)
     path, tied = folder.backbone_path, folder.architecture.tie_word_embeddings
     rules = () if tied else LM_HEAD
-    with Checkpoint(path) as checkpoint:
-        family = FAMILIES[find_entry(folder.architecture).rules]
+    entry = find_entry(folder.architecture)
+    with open_checkpoint(path) as checkpoint:
+        family = FAMILIES[entry.rules]
         plan = plan_weights(checkpoint, family, tied=tied, head=rules)
         if tied:
             check_tied(checkpoint, plan.prefix)
@@ -151,20 +157,23 @@ def _load_causal_lm(folder: ModelFolder, device: torch.device, dtype: torch.dtyp
             )
         check_plan(plan, _shapes(model.backbone) | own, path)
         _tell(plan, family, path)
-        for name, tensor in plan.stream():
+        done = place_quantized(model.backbone, plan, device, dtype)
+        for name, tensor in plan.stream(done):
             module = model.lm_head if name.startswith(HEAD_PREFIX) else model.backbone
             _place(module, name.removeprefix(HEAD_PREFIX), tensor, device, dtype, plan.origin(name))
+    hand_over_codes(model.backbone, entry.rules)
     return model
 
 
 def _fill(
     module: nn.Module, path: Path, family: Family, device: torch.device, dtype: torch.dtype, *, tied: bool = False
 ) -> None:
-    with Checkpoint(path) as checkpoint:
+    with open_checkpoint(path) if path.is_dir() else Checkpoint(path) as checkpoint:
         plan = plan_weights(checkpoint, family, tied=tied)
         check_plan(plan, _shapes(module), path)
         _tell(plan, family, path)
-        for name, tensor in plan.stream():
+        done = place_quantized(module, plan, device, dtype)
+        for name, tensor in plan.stream(done):
             _place(module, name, tensor, device, dtype, plan.origin(name))
 
 

@@ -8,7 +8,7 @@ Loading fills a model from it, offline conversion writes files from it. At any t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -52,9 +52,11 @@ class WeightPlan:
         """
         return {target: self._shape(step) for step in self.steps for target in step.targets}
 
-    def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """(target, tensor on the CPU in the checkpoint's dtype), every target once."""
+    def stream(self, done: Container[str] = ()) -> Iterator[tuple[str, Tensor]]:
+        """(target, tensor on the CPU in the checkpoint's dtype), every target once but for those that are done."""
         for step in self.steps:
+            if step.targets[0] in done:
+                continue
             tensors = [self.checkpoint.read(source) for source in step.sources]
             whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
             yield from zip(step.targets, whole.chunk(len(step.targets)), strict=True)

@@ -74,14 +74,8 @@ def _multiply(
 
 @jit
 def _scale(acc: Ptr, x_scale: Ptr, w_scale: Ptr, row: Ptr, col: Ptr, X_ROWS: constexpr, W_ROWS: constexpr) -> Ptr:
-    if X_ROWS:
-        sx = tl.load(x_scale + row)[:, None]
-    else:
-        sx = tl.load(x_scale)
-    if W_ROWS:
-        sw = tl.load(w_scale + col)[None, :]
-    else:
-        sw = tl.load(w_scale)
+    sx = tl.load(x_scale + row)[:, None] if X_ROWS else tl.load(x_scale)
+    sw = tl.load(w_scale + col)[None, :] if W_ROWS else tl.load(w_scale)
     return acc.to(tl.float32) * sx * sw
 
 
@@ -127,20 +121,14 @@ def _scaled_gemm(
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros((BM, BN), KIND)
     acc = _multiply(x, w, x_scale, w_scale, in_row, in_col, k0, acc, K, KS, BK, GROUPS, EVEN_K, WHOLE)
-    if GROUPS == 0:
-        v = _scale(acc, x_scale, w_scale, in_row, in_col, X_ROWS, W_ROWS)
-    else:
-        v = acc
+    v = _scale(acc, x_scale, w_scale, in_row, in_col, X_ROWS, W_ROWS) if GROUPS == 0 else acc
     if HAS_BIAS:
         v += tl.load(bias + in_col).to(tl.float32)[None, :]
     if GATED:
         other = tl.zeros((BM, BN), KIND)
         up_col = in_col + N
         other = _multiply(x, w, x_scale, w_scale, in_row, up_col, k0, other, K, KS, BK, GROUPS, EVEN_K, WHOLE)
-        if GROUPS == 0:
-            up = _scale(other, x_scale, w_scale, in_row, up_col, X_ROWS, W_ROWS)
-        else:
-            up = other
+        up = _scale(other, x_scale, w_scale, in_row, up_col, X_ROWS, W_ROWS) if GROUPS == 0 else other
         if HAS_BIAS:
             up += tl.load(bias + up_col).to(tl.float32)[None, :]
         v = activate_block(v, ACT) * up

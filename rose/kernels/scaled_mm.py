@@ -2,8 +2,8 @@
 
 Few tokens go to rose/kernels/scaled_gemm.py, many e4m3 ones to the library (`torch._scaled_mm`), which takes no blocks
 and no int8. On the CPU the reference serves: codes and scales are the GPU's to the bit, products are fp32 of them.
-Scales of a weight: [1] for all, [N] a row, or [ceil(N / 128), ceil(K / 128)] a block; of rows: [1] for all, [T, 1] each,
-or [T, ceil(K / 128)] for each 128 inputs (with blocks, and only with them).
+Scales of a weight: [1] for all, [N] a row, or [ceil(N / 128), ceil(K / 128)] a block; of rows: [1] for all, [T, 1]
+each, or [T, ceil(K / 128)] for each 128 inputs (with blocks, and only with them).
 """
 
 from __future__ import annotations

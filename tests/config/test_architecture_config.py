@@ -145,7 +145,7 @@ def test_contradiction_is_refused_unless_settled(changes):
         (QWEN, {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 1}, "sliding-window"),
         (QWEN, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
         (QWEN, {"num_key_value_heads": 5}, "not a multiple of num_key_value_heads 5"),
-        (QWEN, {"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),
+        (QWEN, {"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
         (QWEN, {"hidden_act": "gelu_fancy"}, "hidden_act 'gelu_fancy'"),
         (QWEN, {"vocab_size": 0}, "vocab_size is 0, and must be at least 1"),
         (QWEN, {"vocab_size": "many"}, "vocab_size is 'many', and must be a whole number"),

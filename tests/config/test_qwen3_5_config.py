@@ -135,7 +135,7 @@ def test_yarn_stretches_the_turned_dimensions():
         ({"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 1.5}}, "partial_rotary_factor 1.5"),
         ({"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.13}}, "is 33, and must be even"),
         ({"rope_parameters": {"rope_theta": 1e7, "rope_type": "longrope"}}, "rotary scaling 'longrope' is not served"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"the weights are quantised \(fp8\)"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"the weights are quantised \(gptq\)"),
     ],
 )
 def test_what_is_not_served_is_named(changes, message):
