@@ -97,15 +97,18 @@ class GenerationBuckets:
         bound = self.bounds[bisect_left(self.bounds, longest)]
         return GenerationKey(sequences, sequences, sequences, bound, draw, padded=True)
 
-    def prompt_keys(self, tokens: int, draw: Draw = GREEDY) -> list[GenerationKey]:
-        """The keys of one prompt alone of every length up to `tokens`: with a dummy behind it, and just filling its
-        bucket. None where such batches are not captured."""
-        keys: dict[GenerationKey, None] = {}
+    def prompt_keys(self, alone: int, beside: int, draw: Draw = GREEDY) -> list[GenerationKey]:
+        """The keys of batches of one prompt: alone of up to `alone` tokens, with a dummy behind it and just filling its
+        bucket; beside any number of decoding sequences of up to `beside` tokens in all. None where such batches are not
+        captured."""
+        found: dict[GenerationKey, None] = {}
         for size in self.tokens if self._prompts else ():
-            for length in (size, size - 1):
-                if size <= tokens and length <= self.bounds[-1]:
-                    keys[self.key(0, 1, length, length, draw)] = None
-        return [key for key in keys if key.padded]
+            if size <= alone:
+                found |= dict.fromkeys(self.key(0, 1, prompt, prompt, draw) for prompt in (size, size - 1))
+            if size <= beside:
+                leading = [n for n in self._beside[1:] if n < size - 1]
+                found |= dict.fromkeys(self.key(n, 1, size - 1, size - 1 - n, draw) for n in leading)
+        return [key for key in found if key.padded]
 
     def _prompt_key(self, decodes: int, chunks: int, tokens: int, longest: int, draw: Draw) -> GenerationKey | None:
         """None where the batch is larger than any bucket."""

@@ -236,14 +236,17 @@ class GenerationEngine:
         shapes = [(size, bound) for size in self._buckets.sequences for bound in bounds]
         return [self._buckets.decode_key(size, bound, draw) for draw in draws for size, bound in shapes]
 
-    def prompt_keys(self, tokens: int, draws: Iterable[Draw]) -> list[GenerationKey]:
-        """The keys of batches of one prompt of up to `tokens` tokens, for `warmup`; larger ones and those beside
-        decoding sequences are captured when they come a second time.
+    def prompt_keys(self, alone: int, beside: int, draws: Iterable[Draw]) -> list[GenerationKey]:
+        """The keys of batches of one prompt, for `warmup`; others are captured when they come a second time.
 
         None where nothing is captured, or no chunks of prompts.
+
+        Args:
+            alone: tokens of the longest prompt alone. beside: those of the largest batch of one prompt beside decoding
+                sequences, their own included.
         """
-        most = min(tokens, self.limits.batch_tokens)
-        return [key for draw in draws for key in self._buckets.prompt_keys(most, draw)]
+        most = self.limits.batch_tokens
+        return [key for draw in draws for key in self._buckets.prompt_keys(min(alone, most), min(beside, most), draw)]
 
     def warmup(self, keys: Iterable[GenerationKey]) -> None:
         """Run every key until its graph is captured and timed; largest first, so that they share one memory pool well.

@@ -137,7 +137,7 @@ def test_seeds_repeat_in_one_graph(engine: GenerationEngine) -> None:
 def test_warm_up_and_flat_memory(large: ModelFolder) -> None:
     engine = build(large, max_running=16)
     draws = [GREEDY, Draw(sampled=True)]
-    keys = engine.decode_keys(large.max_tokens, draws) + engine.prompt_keys(512, draws)
+    keys = engine.decode_keys(large.max_tokens, draws) + engine.prompt_keys(512, 256, draws)
     engine.warmup(keys)
     metrics = engine.graphs.metrics
     assert (metrics.captures, metrics.failed) == (len(keys), 0)

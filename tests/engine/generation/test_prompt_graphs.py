@@ -198,7 +198,7 @@ def test_a_token_that_is_not_finite_ends_its_own_request(folder, reference):
 def test_warm_up_of_prompts(folder, reference, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     engine = build_graphs(folder, max_running=4, prefill_tokens=200)
-    keys = engine.prompt_keys(4096, [GREEDY, Draw(sampled=True)])
+    keys = engine.prompt_keys(4096, 0, [GREEDY, Draw(sampled=True)])
     # 64, 128, 192 and the budget of 200, each exactly full and with a dummy; the model takes 256.
     assert sorted({(key.tokens, key.sequences) for key in keys}) == [
         (n, s) for n in (64, 128, 192, 200) for s in (1, 2)
@@ -216,12 +216,38 @@ def test_warm_up_of_prompts(folder, reference, monkeypatch):
     engine.close()
 
 
+def test_warm_up_of_a_prompt_beside_others(folder, reference, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    engine = build_graphs(folder, max_running=4)
+    keys = engine.prompt_keys(0, 128, [GREEDY]) + engine.decode_keys(folder.max_tokens, [GREEDY])
+    mixed = [key[:4] for key in keys if key.sequences > key.decodes]
+    assert mixed == [(n, d + 2, d, 256) for n in (64, 128) for d in (1, 4)]
+    engine.warmup(keys)
+    metrics = engine.graphs.metrics
+    assert (metrics.captures, metrics.failed) == (len(keys), 0)
+    first, second = prompts([9, 50])
+    driver = Driver(engine)
+    numbers = [driver.add(first, max_new_tokens=40)]
+    while len(driver.answers[1].tokens) < 3:
+        driver.wait()
+        driver.step()
+    plain = metrics.plain
+    numbers.append(driver.add(second, max_new_tokens=4))
+    answers = driver.run()
+    assert [answers[n].tokens for n in numbers] == [
+        reference.greedy(first.tolist(), 40),
+        reference.greedy(second.tolist(), 4),
+    ]
+    assert metrics.plain == plain
+    engine.close()
+
+
 def test_nothing_is_promised_where_prompts_are_not_captured(folder):
     engine = build(folder, "cpu")
-    assert engine.prompt_keys(4096, [GREEDY]) == []
+    assert engine.prompt_keys(4096, 4096, [GREEDY]) == []
     generate(engine, prompts([30]), max_new_tokens=2)
     assert not [key for key in engine.graphs._seen if key.sequences > key.decodes]
     engine.close()
     plain = build_graphs(folder, graph_bytes=0)
-    assert plain.prompt_keys(4096, [GREEDY]) == []
+    assert plain.prompt_keys(4096, 4096, [GREEDY]) == []
     plain.close()
