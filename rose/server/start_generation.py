@@ -41,8 +41,10 @@ GENERATING_ONLY = ("max_running", "prefill_tokens", "kv_cache_bytes", "page_size
 # A CPU computes a chunk of so many tokens in some tenths of a second for a model of a few hundred million parameters,
 # and every running sequence waits for it.
 CPU_PREFILL_TOKENS = 512
-# Decoding graphs for sequences up to this long are captured before serving; longer ones when they are needed.
+# Decoding graphs for sequences up to this long are captured before serving; longer ones when they are needed. So are
+# those of one prompt, alone up to this long, and beside decoding sequences in batches of up to so many tokens.
 WARM_TOKENS = 4096
+WARM_PROMPT, WARM_BESIDE = 1024, 256
 # Tokens of the self-check's prompt, and drawn after it.
 CHECK_TOKENS, CHECK_NEW = 8, 2
 CHECK_SECONDS = 300.0
@@ -136,9 +138,10 @@ def fit_generation_budgets(asked: Mapping[str, int], folder: ModelFolder, device
 
 
 def warm_up_generation(engine: GenerationEngine, device: torch.device, serving: Serving) -> None:
-    """Capture what decoding needs, greedy and drawn, where the device has graphs."""
+    """Capture what decoding and single prompts need, greedy and drawn, where the device has graphs."""
     if device.type == "cuda" and serving.warm_up:
-        engine.warmup(engine.decode_keys(WARM_TOKENS, (GREEDY, Draw(sampled=True))))
+        draws = (GREEDY, Draw(sampled=True))
+        engine.warmup(engine.decode_keys(WARM_TOKENS, draws) + engine.prompt_keys(WARM_PROMPT, WARM_BESIDE, draws))
 
 
 def self_check_generation(engine: GenerationEngine) -> None:
