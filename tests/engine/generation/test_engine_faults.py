@@ -247,6 +247,32 @@ class TestTwoInFlight:
         engine.add(GenerateRequest(2, prompts([17])[0], Sampling(max_new_tokens=5), time.monotonic() + 1))
         assert engine.wake_at() < end - 1.25
 
+    def test_a_prompt_waits_for_nothing_but_the_next_batch(self, engine):
+        """Alone it is launched by the step after its arrival, whatever was learned before; beside others it is in the
+        very next batch."""
+        with torch.inference_mode():
+            for turn in range(3):
+                engine.add(GenerateRequest(10 + turn, prompts([17])[0], Sampling(max_new_tokens=1)))
+                assert engine.wake_at() == -np.inf
+                step = engine.step()
+                assert (step.launched, step.started) == (True, [10 + turn])
+                engine.executor.run_one(seconds=5.0)
+                assert engine.step().tokens[0].finish is Finish.LENGTH
+            assert engine.idle
+            engine.add(GenerateRequest(1, prompts([17])[0], Sampling(max_new_tokens=50)))
+            for _ in range(4):
+                engine.step()
+                engine.executor.run_one(seconds=5.0)
+            engine.step()
+            assert engine.in_flight == 1
+            engine.add(GenerateRequest(2, prompts([9])[0], Sampling(max_new_tokens=5)))
+            # One is running, with seconds to go. It ends early, and the prompt is launched with the same step.
+            assert not engine.step().launched
+            engine.executor.run_one(seconds=1.0)
+            step = engine.step()
+            assert (step.launched, step.started) == (True, [2])
+            assert len(step.tokens) == 1
+
 
 class TestBuilding:
     def build(self, folder, model=None, **changes):
