@@ -166,6 +166,48 @@ def test_prefill_leaves_out_decoding_sequences(place, close, monkeypatch):
     check_prefill(place, close, [9] * 40 + [50, 33], [1] * 40 + [20, 33], decodes=40)
 
 
+@pytest.mark.parametrize("run", [(paged_decode_triton, paged_prefill_triton), (paged_decode_ref, paged_prefill_ref)])
+def test_dummies_behind_decoding_sequences_and_behind_chunks(place, close, monkeypatch, run):
+    """As a graph's bucket adds them: of page 0, whose rows are finite, one token each and then some tokens; they are
+    answered with finite numbers, which the next layer reads, and nobody else's page is written."""
+    monkeypatch.setattr(prefill_module, "prefill_tile", lambda *_: PrefillTile(16, 16, 4, 2))
+    decode, prefill = run
+    # Dummies are sequences 2, 3 and 6.
+    kv_lengths, new = [20, 9, 1, 1, 50, 33, 40], [1, 1, 1, 1, 20, 33, 40]
+    case = paged(place, kv_lengths, new, 4, 2, 32)
+    for cache in (case.k_cache, case.v_cache):
+        cache[0] = 0.5
+    rows = [list(range(start, start + n)) for start, n in zip(case.cu_seqlens.tolist(), new, strict=False)]
+    dummies = rows[2] + rows[3] + rows[6]
+    case.page_table[[2, 3, 6]] = 0
+    case.slots[dummies] = 0
+    chunks = [i for own in rows[4:] for i in own]
+    flat = [cache.view(-1, 2, 32) for cache in (case.k_cache, case.v_cache)]
+    for cache, new_rows in zip(flat, (case.k, case.v), strict=True):
+        cache[case.slots[chunks].long()] = new_rows[chunks]
+    before = [cache.clone() for cache in flat]
+    out = torch.full((len(case.q), 4, 32), torch.nan, dtype=place.dtype, device=place.device)
+    tables = case.page_table, case.kv_lengths
+    decode(
+        *(x[:4] for x in (case.q, case.k, case.v)),
+        case.k_cache,
+        case.v_cache,
+        *tables,
+        case.slots,
+        64,
+        0.2,
+        out=out[:4],
+    )
+    prefill(case.q, case.k_cache, case.v_cache, *tables, case.cu_seqlens, 4, 0.2, out=out)
+    real = [i for i in range(len(out)) if i not in dummies]
+    close(out[real], case.expected(0.2)[real], 2)
+    assert out.isfinite().all()
+    stored = {0, *case.slots[:2].tolist()}
+    for cache, old in zip(flat, before, strict=True):
+        untouched = [row for row in range(len(cache)) if row not in stored]
+        assert torch.equal(cache[untouched].nan_to_num(7.0), old[untouched].nan_to_num(7.0))
+
+
 @pytest.mark.parametrize("window", [0, 5, 16, 100])
 def test_prefill_window(place, close, monkeypatch, window):
     monkeypatch.setattr(prefill_module, "prefill_tile", lambda *_: PrefillTile(16, 16, 4, 2))
