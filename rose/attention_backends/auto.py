@@ -5,7 +5,7 @@ Knows names and reasons; knows no kernels.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from rose.attention_backends.base import (
@@ -17,17 +17,17 @@ from rose.attention_backends.base import (
     backend_names,
     try_backend,
 )
-from rose.attention_backends.choose import ANY, RULES, Choice, Load, choose
+from rose.attention_backends.choose import LONGEST, Choice, Load, choose, rank
 from rose.batch import AttentionPlan, Batch
+from rose.config.profile import Point
 from rose.errors import InternalError, StartupError
 
-_LONGEST = {rule.backend: rule.max_length for rule in RULES if rule.max_length < ANY}
 _REMEMBERED = 4096
 
 
 def spec_for(name: str, spec: AttentionSpec) -> AttentionSpec:
     """`spec` as backend `name` is asked for it: some are only given the shorter sequences."""
-    longest = _LONGEST.get(name)
+    longest = LONGEST.get(name)
     if longest is None:
         return spec
     return replace(spec, max_length=longest if spec.max_length is None else min(longest, spec.max_length))
@@ -39,14 +39,18 @@ class AutoBackend:
     Attributes:
         backends: by name, those in use.
         left_out: by name, why the others are not.
+        measured: points of a profile that come before the table; none: the table alone.
     """
 
     name = "auto"
 
-    def __init__(self, spec: AttentionSpec, left_out: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, spec: AttentionSpec, left_out: Mapping[str, str] | None = None, measured: Sequence[Point] = ()
+    ) -> None:
         """
         Args:
-            left_out: backends not to be used, with the reason (from `check_backends`).
+            left_out: backends not to be used, with the reason (from `check_backends`, or from a profile).
+            measured: times of this shape on this device.
 
         Raises:
             StartupError: none is left.
@@ -55,6 +59,9 @@ class AutoBackend:
         self._chosen: dict[Load, AttentionBackend] = {}
         self.backends: dict[str, AttentionBackend] = {}
         self.left_out: dict[str, str] = dict(left_out or {})
+        self.measured = tuple(measured)
+        for name in {name for point in self.measured for name in point.us} - set(backend_names()):
+            self.left_out[name] = "there is no such backend in this version"
         for name in backend_names():
             if name in self.left_out:
                 continue
@@ -75,13 +82,17 @@ class AutoBackend:
         Raises:
             InternalError: none of those in use serves it.
         """
-        choice = choose(self._spec.head_dim, load, self.left_out)
+        choice = choose(self._spec.head_dim, load, self.left_out, self.measured)
         if choice is None or choice.backend not in self.backends:
             raise InternalError(
                 f"no attention backend for {load.tokens} tokens in {load.sequences} sequences of up to "
                 f"{load.max_length}: {_listed(self.left_out)}"
             )
         return choice
+
+    def order(self, load: Load) -> tuple[Choice, ...]:
+        """All backends that may serve a load, best first, those left out among them."""
+        return rank(self._spec.head_dim, load, self.measured)
 
     def plan(self, batch: Batch, slot: int = 0) -> AttentionPlan:
         load = Load(batch.num_tokens, batch.num_sequences, batch.max_length)

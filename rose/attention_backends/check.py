@@ -80,7 +80,7 @@ class StaticAttention:
             plan = self._backend.plan(self.batch(lengths), slot)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool, stream=self.stream):
-            self._out = self._layers(plan)
+            self._out = self.run_layers(plan)
 
     def replay(self, lengths: Sequence[int], slot: int = 0) -> Tensor:
         """Plan and replay: [T, heads, head_dim], a copy."""
@@ -106,9 +106,10 @@ class StaticAttention:
         return Batch(self._ids, self._ids, self._cu_seqlens, tuple(lengths), self._max_length, key=self._key)
 
     def _run(self, batch: Batch, slot: int) -> Tensor:
-        return self._layers(self._backend.plan(batch, slot))
+        return self.run_layers(self._backend.plan(batch, slot))
 
-    def _layers(self, plan: AttentionPlan) -> Tensor:
+    def run_layers(self, plan: AttentionPlan) -> Tensor:
+        """All calls of a plan, on the current stream."""
         q, k, v = self.qkv
         for layer in range(self._calls):
             q = plan.run(q, k, v, layer)

@@ -1,16 +1,25 @@
 """Which attention backend serves which load: a small table, read as a pure function of the graph key.
 
 The rows come from times measured on one H200 (benchmarks/attention/backends.py): a layer in µs, replayed in a graph,
-bidirectional, bf16. Shapes that were not measured take the row of their load. Knows numbers; runs nothing.
+bidirectional, bf16. Shapes that were not measured take the row of their load. Where the points of a profile lie near a
+load, they come before the table. Knows numbers; runs nothing.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rose.config.profile import Point
+
 ANY = sys.maxsize
+# Octaves of tokens, or of the longest sequence, that a measured point reaches; twice as many of the sequences, on which
+# times depend least.
+REACH = 1.0
+# Backends this close to the fastest are as fast: the order of preference decides, so that noise does not.
+TIE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +85,12 @@ RULES = (
 FALL_BACK = ("flash_attention4", "flashinfer3", "flashinfer2", "torch_sdpa")
 
 
+# Order among those that are as fast.
+ORDER = ("triton_short", *FALL_BACK)
+# Longest sequence that some are asked for.
+LONGEST: Mapping[str, int] = {rule.backend: rule.max_length for rule in RULES if rule.max_length < ANY}
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """`backend` serves the load; `reason` says why it and, if it was not the first choice, why not the others."""
@@ -84,25 +99,96 @@ class Choice:
     reason: str
 
 
-def rank(head_dim: int, load: Load) -> tuple[Choice, ...]:
-    """All backends that may serve `load`, best first."""
+def serves(backend: str, load: Load) -> bool:
+    return load.max_length <= LONGEST.get(backend, ANY)
+
+
+def rank(head_dim: int, load: Load, measured: Sequence[Point] = ()) -> tuple[Choice, ...]:
+    """All backends that may serve `load`, best first: as the nearest point of `measured` has them, then the table."""
+    point = nearest(measured, load)
+    choices = [] if point is None else [c for c in ranked(point) if serves(c.backend, load)]
     rule = next(rule for rule in RULES if rule.covers(head_dim, load))
-    first = Choice(rule.backend, rule.reason)
-    return (first, *(Choice(name, "next in the fall-back order") for name in FALL_BACK if name != rule.backend))
+    choices.append(Choice(rule.backend, rule.reason))
+    choices += [Choice(name, "next in the fall-back order") for name in FALL_BACK]
+    first: dict[str, Choice] = {}
+    for choice in choices:
+        first.setdefault(choice.backend, choice)
+    return tuple(first.values())
 
 
-def choose(head_dim: int, load: Load, left_out: Mapping[str, str]) -> Choice | None:
+def choose(head_dim: int, load: Load, left_out: Mapping[str, str], measured: Sequence[Point] = ()) -> Choice | None:
     """The best backend for `load` that is not left out.
 
     Args:
         left_out: why each backend that cannot be used cannot.
+        measured: points of a profile, for this shape and device.
 
     Returns:
         The choice, or None if every backend is left out.
     """
     skipped: list[str] = []
-    for choice in rank(head_dim, load):
+    for choice in rank(head_dim, load, measured):
         if choice.backend not in left_out:
             return Choice(choice.backend, "; ".join([choice.reason, *skipped]))
         skipped.append(f"{choice.backend} would come before it but is left out: {left_out[choice.backend]}")
     return None
+
+
+def nearest(measured: Iterable[Point], load: Load) -> Point | None:
+    """The point whose order holds for `load`, or None where none lies within REACH.
+
+    The same backends must be able to serve both. Of equally near ones the smaller, whatever the order they come in.
+    """
+    found = (((_distance(point, load)), *_size(point), point) for point in measured)
+    within = [entry for entry in found if entry[0] < math.inf]
+    return min(within, key=lambda entry: entry[:-1])[-1] if within else None
+
+
+def ranked(point: Point) -> list[Choice]:
+    """The backends of a point, fastest first; those within TIE of the fastest in order of preference."""
+    best = min(point.us.values())
+    names = sorted(
+        point.us, key=lambda name: (0.0 if point.us[name] <= best * (1 + TIE) else point.us[name], _place(name))
+    )
+    return [Choice(name, _reason(point, name, best)) for name in names]
+
+
+def _size(point: Point) -> tuple[int, int, int]:
+    return point.tokens, point.sequences, point.max_length
+
+
+def _place(name: str) -> tuple[int, str]:
+    return (ORDER.index(name) if name in ORDER else len(ORDER), name)
+
+
+def _distance(point: Point, load: Load) -> float:
+    if any((point.max_length <= longest) != (load.max_length <= longest) for longest in LONGEST.values()):
+        return math.inf
+    pairs = ((point.tokens, load.tokens), (point.max_length, load.max_length), (point.sequences, load.sequences))
+    tokens, length, sequences = (abs(math.log2(there / here)) for there, here in pairs)
+    octaves = (tokens, length, sequences / 2)
+    # Rounded, so that equal distances are equal however they were computed.
+    return round(sum(x * x for x in octaves), 9) if max(octaves) <= REACH else math.inf
+
+
+def _reason(point: Point, name: str, best: float) -> str:
+    mine = point.us[name]
+    others = [
+        f"{other} {us / mine - 1:+.0%}" for other, us in sorted(point.us.items(), key=lambda e: e[1]) if other != name
+    ]
+    tie = ", as fast as the fastest" if best < mine <= best * (1 + TIE) else ""
+    beside = f" ({', '.join(others)})" if others else ", alone"
+    return f"measured at {point.name}: {mine:.0f} µs{tie}{beside}"
+
+
+def best_overall(points: Sequence[Point]) -> tuple[str, ...]:
+    """Backends, best first, where one has to serve every load: by their mean distance from the fastest at each point.
+
+    Only those that were measured at every point.
+    """
+    names = set.intersection(*(set(point.us) for point in points)) if points else set()
+
+    def loss(name: str) -> float:
+        return sum(math.log(point.us[name] / min(point.us.values())) for point in points) / len(points)
+
+    return tuple(sorted(names, key=lambda name: (round(loss(name), 9), _place(name))))

@@ -19,6 +19,7 @@ from rose.cli.embed import add_embed
 from rose.cli.generate import add_generate
 from rose.cli.models import add_info, add_pull
 from rose.cli.rerank import add_rerank
+from rose.cli.select_backend import add_select_backend
 from rose.cli.serving import add_gateway, add_serve
 from rose.cli.shared import Command, Commands, add_command
 from rose.cli.verify import add_verify
@@ -67,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rose {rose.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     serving = (add_pull, add_serve, add_gateway, add_embed, add_rerank, add_generate)
-    for add in (*serving, add_convert, add_verify, add_info, add_doctor, add_bench, _add_version):
+    for add in (*serving, add_convert, add_verify, add_select_backend, add_info, add_doctor, add_bench, _add_version):
         add(commands)
     return parser
 

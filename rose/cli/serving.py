@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rose.cli.shared import Commands, add_command, add_model, add_reading, reading, resolve_model
+from rose.errors import StartupError
 
 if TYPE_CHECKING:
     from rose.config import GatewayConfig
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _ENGINE_MODEL = {
     "--dtype": "auto (bfloat16 on CUDA, float32 on CPU), float32, bfloat16 or float16",
     "--backend": "attention backend; see rose doctor",
+    "--profile": "what rose select-backend measured (default: a profile of the device, where there is one)",
 }
 _ENGINE_LIMITS = {
     "--num-threads": "threads of torch's operators on the CPU (default: torch's own choice)",
@@ -76,6 +78,7 @@ def add_serve(commands: Commands) -> None:
         engine.add_argument(name, help=text)
     for name, text in _ENGINE_LIMITS.items():
         engine.add_argument(name, type=int, help=text, metavar=name.rpartition("-")[2].upper())
+    engine.add_argument("--no-profile", action="store_true", help="use no profile: defaults only")
     engine.add_argument("--no-prefix-cache", action="store_true", help="never reuse what prompts have in common")
     engine.add_argument("--no-warm-up", action="store_true", help="serve at once, capture graphs when they are needed")
     parser.add_argument("--name", help="name clients use (default: as given here)")
@@ -160,6 +163,8 @@ def _value(options: argparse.Namespace, name: str) -> Any:
 
 def _engine_arguments(options: argparse.Namespace, device: str) -> list[str]:
     """The engine's command line after its folder and address."""
+    if options.profile is not None and options.no_profile:
+        raise StartupError("--profile and --no-profile exclude each other")
     arguments = ["--device", device, "--served-name", options.name or _model_name(options.model)]
     arguments += ["--log-level", options.log_level]
     for name in ("--pooling", "--task", "--rerank-template", *_ENGINE_MODEL, *_ENGINE_LIMITS):
@@ -167,7 +172,7 @@ def _engine_arguments(options: argparse.Namespace, device: str) -> list[str]:
             arguments += [name, str(value)]
     if options.causal is not None:
         arguments.append("--causal" if options.causal else "--no-causal")
-    arguments += [flag for flag in ("--no-prefix-cache", "--no-warm-up") if _value(options, flag)]
+    arguments += [flag for flag in ("--no-prefix-cache", "--no-warm-up", "--no-profile") if _value(options, flag)]
     return arguments
 
 

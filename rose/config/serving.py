@@ -33,6 +33,7 @@ class EngineConfig:
             on the CPU.
         page_size: tokens a page of it.
         prefix_cache: pages are kept for prompts that start alike, as long as nobody else needs them.
+        profile: path of what `rose select-backend` measured; "auto" looks for a profile of the device, "none" for none.
     """
 
     online_tokens: int = 2048
@@ -47,6 +48,7 @@ class EngineConfig:
     kv_cache_bytes: int = 0
     page_size: int = 16
     prefix_cache: bool = True
+    profile: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """`GraphKey` and the rounding that leads to it: what two batches must share to run in one captured graph.
 
-Tokens round up in steps of 64 to 1024, then of 256 to the inflection point, above which the device takes longer than
-the launches and no graph is needed; sequences to 1 2 3 4 6 8 12 16 24 ...; the longest sequence to a power of two.
-What rounding adds becomes dummy sequences of their own. Plain Python; knows neither devices nor graphs.
+Tokens round up in steps of 64 to 1024 (or as measured), then of 256 to the inflection point, above which the device
+takes longer than the launches and no graph is needed; sequences to 1 2 3 4 6 8 12 16 24 ...; the longest sequence to a
+power of two. What rounding adds becomes dummy sequences of their own. Plain Python; knows neither devices nor graphs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 SMALLEST_LENGTH_BOUND = 64
+FINE_TOKENS, FINE_STEP, COARSE_STEP = 1024, 64, 256
 # Keys of single sequences kept.
 MAX_REMEMBERED = 1 << 16
 
@@ -56,14 +57,19 @@ class GraphKey(NamedTuple):
 class Buckets:
     """The rounding of one engine."""
 
-    def __init__(self, *, inflection_tokens: int, max_tokens: int, max_sequences: int) -> None:
+    def __init__(
+        self, *, inflection_tokens: int, max_tokens: int, max_sequences: int, fine_tokens: int = FINE_TOKENS
+    ) -> None:
         """
         Args:
             inflection_tokens: batches of more tokens keep their own shape; 0 keeps all.
+            fine_tokens: up to here steps are of 64 tokens, above of 256.
             max_tokens: longest sequence of the model.
             max_sequences: most real sequences of a batch.
         """
-        self._tokens = [*range(64, min(1024, inflection_tokens) + 1, 64), *range(1280, inflection_tokens + 1, 256)]
+        fine = range(FINE_STEP, min(fine_tokens, inflection_tokens) + 1, FINE_STEP)
+        coarse = range((fine_tokens // COARSE_STEP + 1) * COARSE_STEP, inflection_tokens + 1, COARSE_STEP)
+        self._tokens = [*fine, *coarse]
         self._bounds = _length_bounds(max_tokens)
         # Dummies come on top of the real sequences: two steps more than the most real ones leave room for them.
         # A batch of short texts is full of sequences, not of tokens: one step a few dummies above spares it the padding

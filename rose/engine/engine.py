@@ -15,7 +15,7 @@ import numpy as np
 
 from rose.attention_backends.base import AttentionBackend, KeepsPlans, WarmsUp
 from rose.config import EngineConfig
-from rose.engine.buckets import Buckets, GraphKey, dummy_lengths
+from rose.engine.buckets import FINE_TOKENS, Buckets, GraphKey, dummy_lengths
 from rose.engine.execution import DoneTicket, Executor, Ticket
 from rose.engine.forward import BatchForward, to_host
 from rose.engine.graphs import LazyGraphs
@@ -62,6 +62,7 @@ class Engine:
         *,
         graphs: LazyGraphs | None = None,
         inflection_tokens: int = 0,
+        fine_tokens: int = FINE_TOKENS,
         type_vocab_size: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -71,6 +72,7 @@ class Engine:
             backend: plans the attention of every batch.
             graphs: where graphs are captured; None captures none.
             inflection_tokens: tokens above which a batch takes the device longer than its launches take the CPU.
+            fine_tokens: tokens up to which batches are padded to steps of 64, above it to steps of 256.
             type_vocab_size: token types the model has; None where nobody knows, and then any is accepted.
             clock: what deadlines and estimates are measured by.
 
@@ -90,6 +92,7 @@ class Engine:
             inflection_tokens=inflection_tokens if self.graphs.captures else 0,
             max_tokens=config.max_tokens,
             max_sequences=config.max_sequences,
+            fine_tokens=fine_tokens,
         )
         self._scheduler = Scheduler(config, model.vocab_size, type_vocab_size)
         self._staging = Staging(pin=executor.device.type == "cuda", slots=config.max_in_flight)
@@ -141,6 +144,10 @@ class Engine:
     @property
     def executor(self) -> Executor:
         return self._executor
+
+    @property
+    def backend(self) -> AttentionBackend:
+        return self._backend
 
     @property
     def backend_names(self) -> tuple[str, ...]:

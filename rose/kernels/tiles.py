@@ -2,12 +2,13 @@
 
 Knows shapes; measures nothing while serving. A choice depends on the shape of the weight and on the bucket of the token
 count only, so that split-K counts, and with them the last bits of a sum, are the same for all batches of one graph key.
-`benchmarks/kernels/tune_gemm.py` writes the table.
+`benchmarks/kernels/tune_gemm.py` writes the table; `prefer` lets what a profile of this device measured come before it.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,8 @@ Op = Literal["linear", "partial", "gated"]
 # "plain": rose/kernels/gemm.py; "prefetch": the same, asking the L2 cache for all weights of a program before it waits
 # for the kernel before it; "sm90": rose/kernels/gemm_sm90.py, which takes them into shared memory by then.
 Kind = Literal["plain", "prefetch", "sm90"]
+# How a product may be served: as the table has it, by the rule for shapes that are not in it, by the library.
+Variant = Literal["table", "heuristic", "library"]
 
 BUCKETS = (16, 32, 64, 128, 192, 256, 512, 1024)
 LARGE = "large"
@@ -69,6 +72,19 @@ def key(op: Op, n: int, k: int) -> str:
     return f"{op}:{n}x{k}"
 
 
+_preferred: dict[str, dict[str, Variant]] = {}
+
+
+def prefer(measured: Mapping[str, Mapping[str, Variant]]) -> None:
+    """Let measured variants come before the table: "op:NxK" -> bucket -> variant. Replaces what was preferred before.
+
+    As the table, it holds for the process and its kind of device: to be called before anything is captured.
+    """
+    _preferred.clear()
+    _preferred.update({name: dict(rows) for name, rows in measured.items()})
+    choose.cache_clear()
+
+
 @cache
 def choose(op: Op, n: int, k: int, tokens: int) -> Tile | None:
     """The tile for a [tokens, k] x [n, k] product (`n`: outputs, of one half where gated); None: the library serves it.
@@ -78,6 +94,11 @@ def choose(op: Op, n: int, k: int, tokens: int) -> Tile | None:
     tokens cost no bytes.
     """
     name = bucket(tokens)
+    preferred = _preferred.get(key(op, n, k), {}).get(name, "table")
+    if preferred == "library":
+        return None
+    if preferred == "heuristic":
+        return heuristic(op, n, k, tokens)
     rows = _table().get(key(op, n, k), {})
     if name in rows:
         return rows[name]

@@ -69,8 +69,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     model.add_argument("--num-threads", type=int, help="threads of torch's operators on the CPU")
     model.add_argument("--no-warm-up", dest="warm_up", action="store_false", help="serve at once, capture when needed")
+    measured = model.add_mutually_exclusive_group()
+    measured.add_argument(
+        "--profile", help="what rose select-backend measured; default auto: a profile of this device, if there is one"
+    )
+    measured.add_argument("--no-profile", dest="profile", action="store_const", const="none", help="defaults only")
     budgets = parser.add_argument_group("budgets")
     for field in fields(EngineConfig):
+        if field.name == "profile":
+            continue
         default = "the model's own" if field.name == "max_tokens" else field.default
         if field.name in CPU_TOKENS:
             default = f"{default}, on a CPU {CPU_TOKENS[field.name]}"

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from rose.config import EngineConfig, ModelFolder, ServerConfig, read_model_folder
+from rose.config.profile import ModelNumbers
 from rose.config.reranker import Task
 from rose.convert import load_model
 from rose.engine import Engine, build_engine
@@ -30,6 +31,7 @@ from rose.proto.address import parse_address
 from rose.server.card import check_config, model_card, request_limits, table
 from rose.server.device import GRAPH_BYTES, describe_device, device_alive, pick_device, pick_dtype
 from rose.server.listener import Listener
+from rose.server.profile import profile_of_folder, tell_profile
 from rose.server.reactor import Reactor
 from rose.server.selfcheck import self_check
 from rose.server.start_generation import check_asked, start_generation
@@ -74,7 +76,7 @@ def serve(
     model_folder: str | Path,
     *,
     serving: Serving | None = None,
-    budgets: Mapping[str, int] | None = None,
+    budgets: Mapping[str, Any] | None = None,
     config: ServerConfig | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
@@ -114,14 +116,15 @@ def serve(
 def start_embedding(
     folder: ModelFolder,
     serving: Serving,
-    budgets: Mapping[str, int],
+    budgets: Mapping[str, Any],
     config: ServerConfig,
     listener: Listener,
     device: torch.device,
     dtype: torch.dtype,
 ) -> Iterator[tuple[Engine, Reactor]]:
     """An embedder or reranker, loaded, checked and told of, and its reactor; the engine is closed in the end."""
-    limits = fit_budgets(budgets, folder, device)
+    profile = profile_of_folder(folder, device, dtype, budgets.get("profile", "auto"))
+    limits = fit_budgets(budgets, folder, device, profile.numbers)
     check_config(config, limits.max_tokens)
     model = load_model(folder, device, dtype)
     type_vocab_size = folder.architecture.type_vocab_size
@@ -133,6 +136,7 @@ def start_embedding(
         backend=serving.backend,
         num_threads=serving.num_threads,
         type_vocab_size=type_vocab_size,
+        profile=profile,
     )
     with contextlib.closing(engine):
         warm_up(engine, limits, device, serving)
@@ -148,6 +152,7 @@ def start_embedding(
             backend=", ".join(engine.backend_names),
         )
         _log.info("serving\n%s", table(card, folder, limits, str(listener.address)))
+        tell_profile(profile, engine.backend, limits)
         yield engine, build_reactor(engine, model, card, listener, limits, config, device, type_vocab_size)
 
 
@@ -177,8 +182,13 @@ def build_reactor(
     )
 
 
-def fit_budgets(asked: Mapping[str, int], folder: ModelFolder, device: torch.device) -> EngineConfig:
+def fit_budgets(
+    asked: Mapping[str, Any], folder: ModelFolder, device: torch.device, measured: ModelNumbers | None = None
+) -> EngineConfig:
     """The budgets with the folder's longest sequence in them, and what was asked for on top.
+
+    Args:
+        measured: numbers of a profile, in place of the defaults.
 
     A sequence longer than a batch goes alone, so a default may be smaller than the longest; what is asked for is taken
     as the most that the device can hold.
@@ -196,6 +206,12 @@ def fit_budgets(asked: Mapping[str, int], folder: ModelFolder, device: torch.dev
         )
     on_cpu = device.type == "cpu"
     default = replace(EngineConfig(), **CPU_TOKENS) if on_cpu else EngineConfig()
+    if measured is not None:
+        default = replace(
+            default,
+            online_tokens=measured.online_tokens or default.online_tokens,
+            bulk_tokens=measured.bulk_tokens or default.bulk_tokens,
+        )
     online = asked.get("online_tokens", min(default.online_tokens, asked.get("bulk_tokens", default.online_tokens)))
     budgets: dict[str, Any] = {
         "max_tokens": longest,

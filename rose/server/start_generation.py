@@ -27,6 +27,7 @@ from rose.server.card import check_config
 from rose.server.device import GRAPH_BYTES, describe_device, device_alive
 from rose.server.generation_card import generation_card, generation_table
 from rose.server.listener import Listener
+from rose.server.profile import profile_of_folder
 from rose.server.reactor import Reactor
 from rose.server.validate_generate import GenerateLimits
 
@@ -50,7 +51,7 @@ CHECK_TOKENS, CHECK_NEW = 8, 2
 CHECK_SECONDS = 300.0
 
 
-def check_asked(asked: Mapping[str, int], *, generates: bool) -> None:
+def check_asked(asked: Mapping[str, Any], *, generates: bool) -> None:
     """Raises StartupError for a budget that the model served has no use for."""
     for name in EMBEDDING_ONLY if generates else GENERATING_ONLY:
         if name in asked:
@@ -62,7 +63,7 @@ def check_asked(asked: Mapping[str, int], *, generates: bool) -> None:
 def start_generation(
     folder: ModelFolder,
     serving: Serving,
-    budgets: Mapping[str, int],
+    budgets: Mapping[str, Any],
     config: ServerConfig,
     listener: Listener,
     device: torch.device,
@@ -71,6 +72,7 @@ def start_generation(
     """A language model, loaded, checked and told of, and its reactor; the engine is closed in the end."""
     limits = fit_generation_budgets(budgets, folder, device)
     assert folder.generation is not None
+    profile = profile_of_folder(folder, device, dtype, budgets.get("profile", "auto"))
     model = load_generative(folder, device, dtype)
     engine = build_generation_engine(
         model,
@@ -81,6 +83,7 @@ def start_generation(
         num_threads=serving.num_threads,
         end_ids=folder.generation.end_ids,
         vocab_limit=folder.generation.vocab_limit,
+        profile=profile,
     )
     with contextlib.closing(engine):
         check_config(config, engine.limits.longest)
@@ -114,7 +117,7 @@ def build_generation_reactor(
     )
 
 
-def fit_generation_budgets(asked: Mapping[str, int], folder: ModelFolder, device: torch.device) -> EngineConfig:
+def fit_generation_budgets(asked: Mapping[str, Any], folder: ModelFolder, device: torch.device) -> EngineConfig:
     """The budgets with the folder's longest sequence in them, and what was asked for on top.
 
     Raises:

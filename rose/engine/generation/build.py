@@ -50,8 +50,8 @@ def build_generation_engine(
 
     Args:
         dtype: dtype of the model's weights, and of the cache.
-        backend: name of the attention backend; "auto" takes the one that a profile of this device has as the fastest, or
-            the first of those that serve this model here.
+        backend: name of the attention backend; "auto" takes the one that a profile of this device finds fastest, or the
+            first of those that serve this model here.
         num_threads: threads of torch's operators on the CPU, or None for torch's own choice.
         end_ids: tokens that end a sequence by the model's own word.
         vocab_limit: no token at or above it is drawn: the tokenizer has none; None for the model's vocabulary.

@@ -1,0 +1,224 @@
+"""`rose select-backend`: measure what serves a model fastest on this device, and keep it as a profile.
+
+Knows options and files; the measuring is in rose/select.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rose.cli.shared import Commands, add_command, add_model, add_reading
+from rose.errors import StartupError
+
+if TYPE_CHECKING:
+    from rose.cli.selecting import Target
+    from rose.select.measure import Options, Result
+
+_SECONDS = 170.0
+
+
+def add_select_backend(commands: Commands) -> None:
+    examples = (
+        "rose select-backend minilm                         measure, and keep a profile that rose serve will use",
+        "rose select-backend --shape bge-m3 --report out    a published shape with random weights; pictures and HTML",
+        "rose select-backend --shape 16/8x128 --check       attention alone; then once more with fresh inputs",
+        "rose select-backend minilm --explain 16x512        which backend serves this batch, and why",
+    )
+    parser = add_command(
+        commands,
+        "select-backend",
+        _select,
+        "measure what serves a model fastest here, and keep it as a profile",
+        examples,
+    )
+    add_model(parser)
+    parser.add_argument(
+        "--shape",
+        help="instead of a model: a published one (bge-m3, pplx-embed-0.6b, qwen3.5-4b, ...) with random weights, or "
+        "heads as HEADS/KV_HEADSxHEAD_DIM[:causal], attention alone",
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", default="auto", help="auto (bfloat16 on CUDA, float32 on CPU), float32, bfloat16, ..."
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=_SECONDS, help="of measuring; what is worth most comes first (default: 170)"
+    )
+    parser.add_argument("--batch-tokens", type=int, default=32768, help="largest batch measured (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the inputs")
+    parser.add_argument(
+        "-o", "--out", type=Path, help="the profile (default: in profiles/ of the cache, where it is found)"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="measure once more with fresh inputs, and tell how it held"
+    )
+    parser.add_argument("--rows", type=Path, help="JSONL file of grid points; a new run replaces its own")
+    parser.add_argument("--report", type=Path, help="folder for pictures and report.html")
+    parser.add_argument("--png", action="store_true", help="pictures as PNG beside SVG")
+    parser.add_argument("--explain", metavar="BATCH", help="measure nothing: tell of a batch, as 16x512 or 37+128+300")
+    parser.add_argument(
+        "--profile", type=Path, help="with --explain, --check or --report: this one instead of measuring"
+    )
+    parser.add_argument("--commit", default="", help="what is measured, where the machine has no checkout to ask")
+    parser.add_argument("--folders", type=Path, help="where models made of random weights are kept")
+    add_reading(parser)
+
+
+def _select(options: argparse.Namespace) -> int:
+    from rose.cli.selecting import find_target
+
+    if not 0 < options.seconds < float("inf"):
+        raise StartupError(f"--seconds must be a number above 0, not {options.seconds}")
+    if options.batch_tokens < 512:
+        raise StartupError(f"--batch-tokens must be at least 512, not {options.batch_tokens}")
+    folders = options.folders or Path(tempfile.gettempdir()) / "rose-shapes"
+    target = find_target(options, folders)
+    if options.explain is not None:
+        return _explain(options, target)
+    return _measure(options, target)
+
+
+def _explain(options: argparse.Namespace, target: Target) -> int:
+    from rose.cli.selecting import parse_batch
+    from rose.config.profile_files import AUTO, find_profile
+    from rose.engine.profiles import attention_shape, this_machine
+    from rose.select.explain import explain, missing_here
+
+    lengths = parse_batch(options.explain)
+    asked = AUTO if options.profile is None else str(options.profile)
+    found = find_profile(asked, this_machine(target.spec.device), attention_shape(target.spec))
+    for note in found.notes:
+        print(f"rose: {note}", file=sys.stderr)
+    print(f"{target.name}: {attention_shape(target.spec)}")
+    print(f"profile: {', '.join(map(str, found.paths)) or 'none'}")
+    for line in explain(lengths, target.spec.head_dim, found.grid, missing_here(target.spec, found.grid)):
+        print(line)
+    return 0
+
+
+def _measure(options: argparse.Namespace, target: Target) -> int:
+    from rose.config.profile import read_profile, write_profile
+    from rose.select.measure import Options, Result
+    from rose.select.rows import rows_of, summary, write_rows
+    from rose.select.session import Bars
+
+    limits = Options(
+        seconds=options.seconds,
+        seed=options.seed,
+        batch_tokens=options.batch_tokens,
+        commit=options.commit or _commit(),
+        progress=Bars(),
+        say=lambda line: print(f"rose: {line}", file=sys.stderr),
+    )
+    started = time.monotonic()
+    facts = _facts(options, target, limits.commit)
+    rows = []
+    if options.profile is None:
+        result = target.measure(limits)
+        path = options.out or _default_path(result, target)
+        write_profile(result.profile, path)
+        rows += [row for run in result.runs for row in rows_of(run, run.grid, "first", facts)]
+        print(f"{path}: measured in {time.monotonic() - started:.0f} s")
+        for line in _told(result):
+            print(line)
+    else:
+        result = Result(profile=read_profile(options.profile))
+    if options.check:
+        again = _again(target, limits)
+        grids = {grid.shape: grid for grid in result.profile.grids}
+        checked = [
+            row
+            for run in again.runs
+            if run.ways.shape in grids
+            for row in rows_of(run, grids[run.ways.shape], "check", facts)
+        ]
+        rows += checked
+        print(f"second run, with inputs of seed {limits.seed + 1}:")
+        for line in summary(checked):
+            print(line)
+    if options.rows is not None:
+        write_rows(options.rows, rows)
+    if options.report is not None:
+        _report(options, result, target)
+    return 0
+
+
+def _again(target: Target, limits: Options) -> Result:
+    from dataclasses import replace
+
+    return target.measure(replace(limits, seed=limits.seed + 1))
+
+
+def _told(result: Result) -> list[str]:
+    """What was found, for the eye."""
+    lines = []
+    for numbers in result.profile.models:
+        found = {
+            "tokens of a batch, online": numbers.online_tokens,
+            "tokens of a batch, bulk": numbers.bulk_tokens,
+            "graphs up to tokens": numbers.inflection_tokens,
+            "padded to 64 up to tokens": numbers.fine_tokens,
+            "threads": numbers.num_threads,
+            "faster dtype": numbers.fastest_dtype,
+        }
+        lines += [f"  {name}: {value}" for name, value in found.items() if value is not None]
+    for run in result.runs:
+        lines.append(f"{run.ways.shape}: {len(run.measured)} loads measured, {len(run.skipped)} without time")
+        for found_at in run.measured:
+            if found_at.point is not None:
+                times = sorted(found_at.point.us.items(), key=lambda entry: entry[1])
+                each = ", ".join(f"{name} {us:.0f}" for name, us in times)
+                lines.append(
+                    f"  {found_at.point.name:<12} {each} µs" + ("" if found_at.comparison.clear else "; not clear")
+                )
+    lines += [f"{name} is left out: {reason}" for name, reason in result.left_out.items()]
+    return lines
+
+
+def _report(options: argparse.Namespace, result: Result, target: Target) -> None:
+    from rose.select.plots import draw
+    from rose.select.report import write_report
+
+    formats = ("svg", "png") if options.png else ("svg",)
+    pictures = draw(result.profile, options.report, floor=target.floor, formats=formats)
+    write_report(result.profile, pictures, options.report / "report.html", result.left_out)
+    print(f"{options.report / 'report.html'} and {len(pictures)} pictures")
+
+
+def _default_path(result: Result, target: Target) -> Path:
+    from rose.config.profile_files import own_folder
+
+    name = f"{result.profile.machine.device}_{target.name}".lower()
+    return own_folder() / ("".join(c if c.isalnum() or c in "-_." else "_" for c in name) + ".json")
+
+
+def _facts(options: argparse.Namespace, target: Target, commit: str) -> dict[str, str]:
+    from datetime import UTC, datetime
+
+    from rose.engine.profiles import this_machine
+
+    here = this_machine(target.spec.device)
+    arguments = [target.name] if options.shape is None else ["--shape", options.shape]
+    more = [flag for flag, given in (("--check", options.check),) if given]
+    driver = f", driver {here.driver}" if here.driver else ""
+    return {
+        "run_id": uuid.uuid4().hex[:8],
+        "commit": commit,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": shlex.join(["rose", "select-backend", *arguments, *more, "--seed", str(options.seed)]),
+        "machine": f"{here.device}{driver}, " + ", ".join(f"{n} {v}" for n, v in here.packages.items()),
+        "model": target.name,
+    }
+
+
+def _commit() -> str:
+    from rose.bench.machine import commit
+
+    return commit()

@@ -1,0 +1,96 @@
+"""What profiles are looked up by: this machine and its packages, the shape of attention, the shape of a whole model.
+
+Knows where versions are read; knows neither files nor measurements.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import rose
+from rose.attention_backends.base import AttentionSpec
+from rose.config import ArchitectureConfig
+from rose.config.profile import AttentionShape, Machine, ModelShape, Products
+from rose.kernels import tiles
+
+# What a kernel's time depends on.
+PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4", "nvidia-cutlass-dsl")
+
+# A variant must beat the one in force by so much in a chain of its own, since between its neighbours in a model the
+# best by itself is not always the best.
+CLEARLY_FASTER = 0.03
+_VARIANTS: tuple[tiles.Variant, ...] = ("library", "heuristic")
+
+
+def this_machine(device: torch.device) -> Machine:
+    """The device as profiles name it, its driver, and the packages that are installed."""
+    packages = {"rose": rose.__version__, "torch": torch.__version__}
+    if device.type != "cuda":
+        return Machine(device=f"{_cpu_name()}, {os.cpu_count()} logical CPUs", packages=packages)
+    packages |= {name: found for name in PACKAGES[1:] if (found := _version(name))}
+    return Machine(device=torch.cuda.get_device_name(device), driver=_driver(), packages=packages)
+
+
+def attention_shape(spec: AttentionSpec) -> AttentionShape:
+    return AttentionShape(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=str(spec.dtype).removeprefix("torch."),
+        causal=spec.causal,
+        window=spec.window,
+        layout=spec.layout,
+    )
+
+
+def model_shape(architecture: ArchitectureConfig, attention: AttentionShape) -> ModelShape:
+    return ModelShape(
+        hidden_size=architecture.hidden_size,
+        num_layers=architecture.num_layers,
+        intermediate_size=architecture.intermediate_size,
+        attention=attention,
+    )
+
+
+def preferred(products: Products) -> dict[str, dict[str, tiles.Variant]]:
+    """Variants of products to prefer: where one is clearly faster than what the table, tuned within models, has."""
+    found: dict[str, dict[str, tiles.Variant]] = {}
+    for name, buckets in products.items():
+        for bucket, us in buckets.items():
+            for variant in _VARIANTS:
+                others = [taken for other, taken in us.items() if other != variant]
+                if variant in us and others and us[variant] * (1 + CLEARLY_FASTER) < min(others):
+                    found.setdefault(name, {})[bucket] = variant
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _driver() -> str:
+    """Of the kernel module; empty where it does not say."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    found = re.search(r"Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", text)
+    return found[1] if found else ""
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())

@@ -1,0 +1,95 @@
+"""A CPU's own questions: how many threads, which dtype, how many tokens a batch.
+
+Knows engines and counts; knows no attention backends, of which a CPU has one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from rose.attention_backends.choose import TIE
+from rose.select import curves
+from rose.select.comparing import Sample, compare
+from rose.select.numbers import Curve, even, saturation_curve
+from rose.select.session import Budget, Progress, Silent
+
+LENGTH = 64
+BATCHES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+# Tokens of the batch that threads and dtypes are compared by.
+COMPARED = 512
+# What another dtype must gain before it is worth telling of.
+WORTH_TELLING = 0.10
+
+
+class CpuNumbers(NamedTuple):
+    """As `ModelNumbers` has them. `threads`: (dtype, threads, µs of a batch of COMPARED tokens)."""
+
+    num_threads: int
+    fastest_dtype: str | None
+    saturation: Curve
+    threads: tuple[tuple[str, int, float], ...]
+
+
+def thread_counts(cpus: int) -> tuple[int, ...]:
+    """1, 2, 4 .. and all, fewest first; half of the logical ones is often the number of real cores."""
+    powers = [1 << n for n in range(cpus.bit_length()) if 1 << n <= cpus]
+    return tuple(sorted({*powers, max(1, cpus // 2), cpus}))
+
+
+# (dtype, threads, lengths) -> a sample of such a batch.
+Prepare = Callable[[str, int, tuple[int, ...]], Sample]
+
+
+def measure_cpu(
+    prepare: Prepare,
+    *,
+    dtypes: Sequence[str],
+    max_tokens: int,
+    budget: Budget,
+    progress: Progress | None = None,
+    cpus: int | None = None,
+) -> CpuNumbers:
+    """Threads and dtype by the time of one batch, then the budget by the rates of growing ones.
+
+    Args:
+        dtypes: those the model runs in; the first is served unless another is asked for.
+    """
+    length = min(LENGTH, max_tokens)
+    counts = thread_counts(cpus or os.cpu_count() or 1)
+    batch = even(COMPARED, length)
+    with (progress or Silent()).stage("cpu", 3) as advance:
+        ways = {f"{dtypes[0]} {count}": prepare(dtypes[0], count, batch) for count in counts}
+        found = compare(ways, max_rounds=16, time_left=budget.share(3))
+        best = fewest(found.us, [f"{dtypes[0]} {count}" for count in counts])
+        threads = int(best.rpartition(" ")[2])
+        rows = [
+            (dtypes[0], count, found.us[f"{dtypes[0]} {count}"])
+            for count in counts
+            if _named(found.us, dtypes[0], count)
+        ]
+        advance(f"{threads} threads")
+        kinds = {dtype: prepare(dtype, threads, batch) for dtype in dtypes}
+        by_dtype = compare(kinds, max_rounds=16, time_left=budget.share(2)) if len(kinds) > 1 else None
+        fastest = None
+        if by_dtype is not None:
+            served = by_dtype.us[dtypes[0]]
+            other = min((d for d in by_dtype.us if d != dtypes[0]), key=lambda d: by_dtype.us[d], default=None)
+            if other is not None and by_dtype.us[other] < served * (1 - WORTH_TELLING):
+                fastest = other
+            rows += [(dtype, threads, us) for dtype, us in by_dtype.us.items() if dtype != dtypes[0]]
+        advance(f"{fastest or dtypes[0]}")
+        curve = saturation_curve(lambda lengths: prepare(dtypes[0], threads, lengths), BATCHES, length, budget.share(1))
+        advance(f"{curves.saturation(curve)} tokens")
+    return CpuNumbers(threads, fastest, curve, tuple((d, n, round(us, 1)) for d, n, us in rows))
+
+
+def fewest(us: Mapping[str, float], order: Sequence[str]) -> str:
+    """The first of `order` that is as fast as the fastest: more threads that gain nothing are left to others."""
+    best = min(us.values())
+    return next(name for name in order if name in us and us[name] <= best * (1 + TIE))
+
+
+def _named(us: Mapping[str, float], dtype: str, count: int) -> bool:
+    return f"{dtype} {count}" in us

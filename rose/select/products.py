@@ -1,0 +1,159 @@
+"""The products of a model, for few and for many tokens: as the table has them, by the rule, by the library.
+
+24 weights in turn in one graph, the sum of pieces included, so that no weight comes from the cache. Knows shapes; knows
+neither engines nor attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rose.config import ArchitectureConfig
+from rose.config.profile import Products
+from rose.kernels import tiles
+from rose.kernels.activation import gated_activation
+from rose.kernels.add_norm import add_rms_norm
+from rose.kernels.gemm_sm90 import runs_sm90
+from rose.kernels.linear import linear, linear_gated, linear_partial, run_tile
+from rose.select.comparing import Sample, compare
+from rose.select.session import Budget, Progress, Silent
+
+# One in each bucket that single queries and batches fall into; the last is "large".
+TOKENS = (64, 128, 256, 512, 1024, 4096)
+WEIGHTS = 24
+# Distance of a result from that in fp32, over its length: rounding of bf16 makes some 0.003.
+TOLERANCE = 0.02
+
+
+class Product(NamedTuple):
+    """[T, k] x [n, k]; `n`: outputs, of one half where gated."""
+
+    op: tiles.Op
+    n: int
+    k: int
+
+    @property
+    def key(self) -> str:
+        return tiles.key(self.op, self.n, self.k)
+
+
+def products_of(architecture: ArchitectureConfig) -> tuple[Product, ...]:
+    """Of one layer: q, k, v together, o, and the feed-forward's."""
+    hidden, inner = architecture.hidden_size, architecture.intermediate_size
+    width = architecture.num_heads * architecture.head_dim
+    qkv = width + 2 * architecture.num_kv_heads * architecture.head_dim
+    op: tiles.Op = "gated" if architecture.activation == "silu" else "linear"
+    found = (
+        Product("linear", qkv, hidden),
+        Product("partial", hidden, width),
+        Product(op, inner, hidden),
+        Product("partial", hidden, inner),
+    )
+    return tuple(dict.fromkeys(found))
+
+
+def measure_products(
+    products: tuple[Product, ...], device: torch.device, dtype: torch.dtype, budget: Budget, progress: Progress | None
+) -> Products:
+    """µs of one product by variant; one that fails or is wrong is absent."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    wanted = [(product, tokens) for tokens in TOKENS for product in products]
+    with (progress or Silent()).stage("products", len(wanted)) as advance:
+        for number, (product, tokens) in enumerate(wanted):
+            if budget.left <= 0:
+                break
+            chains = dict(_chains(product, tokens, device, dtype))
+            comparison = compare(chains, max_rounds=16, time_left=budget.share(len(wanted) - number))
+            us = {name: round(taken / WEIGHTS, 3) for name, taken in comparison.us.items()}
+            if us:
+                found.setdefault(product.key, {})[tiles.bucket(tokens)] = us
+            advance(f"{product.key} at {tokens}")
+    return found
+
+
+def _chains(product: Product, tokens: int, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Sample]]:
+    generator = torch.Generator(device).manual_seed(product.n + product.k + tokens)
+    rows = product.n * (2 if product.op == "gated" else 1)
+    x = torch.randn(tokens, product.k, device=device, generator=generator).to(dtype)
+    weights = [
+        (torch.randn(rows, product.k, device=device, generator=generator) * product.k**-0.5).to(dtype)
+        for _ in range(WEIGHTS)
+    ]
+    residual = torch.zeros(tokens, product.n, device=device, dtype=dtype)
+    gain = torch.ones(product.n, device=device, dtype=dtype)
+    truth = _reference(product, x, weights[0])
+    for name, run in _variants(product, tokens, device).items():
+
+        def chain(run: Callable[[Tensor, Tensor], Tensor] = run) -> None:
+            for weight in weights:
+                out = run(x, weight)
+                if product.op == "partial":
+                    add_rms_norm(out, residual, gain, 1e-6)
+
+        try:
+            first = run(x, weights[0]).float()
+            first = first.sum(0) if product.op == "partial" else first
+            if not float((first - truth).norm()) <= TOLERANCE * float(truth.norm()):
+                continue
+            yield name, _graph_sample(chain)
+        except Exception:  # noqa: BLE001  a variant that does not compile or run here is no choice
+            continue
+
+
+def _variants(product: Product, tokens: int, device: torch.device) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    op, gated, pieces = product.op, product.op == "gated", product.op == "partial"
+    rule = tiles.heuristic(op, product.n, product.k, tokens)
+    tile = tiles.choose(op, product.n, product.k, tokens)
+    as_it_is = {"linear": linear, "partial": linear_partial, "gated": linear_gated}[op]
+    variants: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"table": as_it_is}
+    if tile is not None:
+        variants["library"] = lambda x, w: library(op, x, w)
+    if tile != rule and not (rule.kind == "sm90" and not runs_sm90(device)):
+        activation = "silu" if gated else None
+        variants["heuristic"] = lambda x, w: run_tile(x, w, None, activation, rule, pieces=pieces, gated=gated)
+    return variants
+
+
+def library(op: tiles.Op, x: Tensor, weight: Tensor) -> Tensor:
+    out = F.linear(x, weight)
+    if op == "gated":
+        return gated_activation(out, "silu")
+    return out.unsqueeze(0) if op == "partial" else out
+
+
+def _reference(product: Product, x: Tensor, weight: Tensor) -> Tensor:
+    out = x.float() @ weight.float().t()
+    if product.op != "gated":
+        return out
+    gate, up = out.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _graph_sample(chain: Callable[[], None]) -> Sample:
+    """Captured once; a sample is one replay by the device's own clock."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        chain()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    graph.replay()
+
+    def sample() -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3
+
+    return sample
