@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, uint8
 
-from rose.convert.offline.weights import LETTERS, WIDTHS
+from rose.convert.offline.weights import CODES, LETTERS, WIDTHS
 from rose.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -92,7 +92,7 @@ def _header(slots: Sequence[Slot]) -> bytes:
 
 
 def _bytes(slot: Slot, tensor: Tensor) -> NDArray[np.uint8]:
-    if tuple(tensor.shape) != slot.shape or LETTERS[tensor.dtype] != slot.dtype:
+    if tuple(tensor.shape) != slot.shape or (LETTERS | CODES).get(tensor.dtype) != slot.dtype:
         raise CheckpointError(f"{slot.name} is {tensor.dtype} of shape {tuple(tensor.shape)}, announced as {slot}")
     data: NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(uint8).numpy()
     return data

@@ -17,9 +17,11 @@ from torch import Tensor
 from rose.convert.checkpoint import Checkpoint, Entry
 
 _REOPEN = 256 << 20  # bytes: well below the 1 GB that a conversion may need besides its largest tensors
-WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1}
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 LETTERS = {dtype: letters for letters, dtype in DTYPES.items()}
+# What a calibrated weight is written in, beside those.
+CODES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}
 
 
 class Weights(Protocol):

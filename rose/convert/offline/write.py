@@ -60,7 +60,7 @@ def convert(
             its dtype; or a result that does not read as decided. Nothing is left behind.
     """
     check_target(target, plan.source, force=force)
-    with _whole_or_nothing(target) as folder, _hashing(plan.source) as hashes:
+    with whole_or_nothing(target) as folder, _hashing(plan.source) as hashes:
         _copy(plan, folder)
         for name, value in plan.files.items():
             _write(folder / name, value)
@@ -87,7 +87,7 @@ def check_target(target: Path, source: Source, *, force: bool) -> None:
 
 
 @contextmanager
-def _whole_or_nothing(target: Path) -> Iterator[Path]:
+def whole_or_nothing(target: Path) -> Iterator[Path]:
     folder = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
         folder.mkdir(parents=True)
