@@ -140,13 +140,14 @@ class CudaExecutor:
         self._events = _Events()
         self._last: Ticket[object] | None = None
         self._closed = False
+        self._owner: int | None = None
 
     def launch(self, fn: Callable[[], T], *, expected_seconds: float | None = None) -> Ticket[T]:
         if self._closed:
             raise RuntimeError("this executor is closed")
         # Before anything is queued: the device's time counts from the first event on, whatever the launches take.
         expected_end = expected_end_after(self._last, expected_seconds)
-        if torch.is_inference_mode_enabled() and torch.cuda.current_stream(self.device) == self.stream:
+        if self._owner == threading.get_ident() and torch.is_inference_mode_enabled():
             return self._queue(fn, expected_end)
         with self.owner():
             return self._queue(fn, expected_end)
@@ -165,8 +166,13 @@ class CudaExecutor:
 
     @contextlib.contextmanager
     def owner(self) -> Iterator[None]:
-        with torch.cuda.stream(self.stream), torch.inference_mode():
-            yield
+        """Whoever is inside stays on this stream: launches there do not ask torch for it."""
+        outer, self._owner = self._owner, threading.get_ident()
+        try:
+            with torch.cuda.stream(self.stream), torch.inference_mode():
+                yield
+        finally:
+            self._owner = outer
 
     def fileno(self) -> int | None:
         return None

@@ -58,14 +58,15 @@ class Work:
 
     def __post_init__(self) -> None:
         runs = self.runs
-        self.lengths = runs[0].lengths if len(runs) == 1 else [length for run in runs for length in run.lengths]
+        first = runs[0]
+        if len(runs) == 1:
+            self.lengths, self.token_types = first.lengths, first.token_types is not None
+        else:
+            self.lengths = [length for run in runs for length in run.lengths]
+            self.token_types = any(run.token_types is not None for run in runs)
         one = len(self.lengths) == 1
         self.splits = (0, self.lengths[0]) if one else tuple(accumulate(self.lengths, initial=0))
-        self.token_types = False
-        for run in runs:
-            if run.token_types is not None:
-                self.token_types = True
-        if runs[0].spans is not None:
+        if first.spans is not None:
             self.span_splits = tuple(accumulate(map(len, self.spans), initial=0))
 
     @property
@@ -112,16 +113,12 @@ class OpenRequest:
     single: bool
     deadline: float | None
     lengths: list[int]
+    ends: list[int]
     ids: IntArray
     token_types: IntArray | None
     spans: list[IntArray] | None
     next: int = 0
     closed: bool = False
-    ends: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        lengths = self.lengths
-        self.ends = [0, lengths[0]] if len(lengths) == 1 else list(accumulate(lengths, initial=0))
 
     @staticmethod
     def of(request: Request, outputs: tuple[str, ...], lengths: list[int], serial: int, *, single: bool) -> OpenRequest:
@@ -136,6 +133,7 @@ class OpenRequest:
             single=single,
             deadline=request.deadline,
             lengths=lengths,
+            ends=[0, lengths[0]] if len(lengths) == 1 else list(accumulate(lengths, initial=0)),
             ids=_flat(request.sequences),
             token_types=None if types is None else _flat(types),
             spans=request.spans,

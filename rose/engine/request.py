@@ -37,6 +37,7 @@ class Request:
         token_types: token type ids beside `sequences` (BERT pairs), or None for all zero.
         spans: [n, 2] int32 beside each of `sequences`, or None: first token and end of each part that is pooled by
             itself (late chunking), counted from the sequence's own first token; n may be 0.
+        checked: every id is known to be in the model's vocabulary: whoever made the request has looked.
     """
 
     id: int
@@ -47,6 +48,7 @@ class Request:
     alone: bool = False
     token_types: list[npt.NDArray[np.int32]] | None = None
     spans: list[npt.NDArray[np.int32]] | None = None
+    checked: bool = False
 
 
 # Never changed: hashed like a value, but not frozen, which would double what making one costs.

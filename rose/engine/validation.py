@@ -1,7 +1,8 @@
 """What a request must be before it is queued: the last check before a device sees it.
 
 An id outside the vocabulary ends a CUDA process, and an empty sequence some kernels, so neither gets past here, whoever
-the caller is. Knows limits; knows neither queues nor models.
+the caller is; only ids that the caller says it has checked are not looked at again. Knows limits; knows neither queues
+nor models.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from rose.engine.request import Request
 from rose.errors import InvalidInput, StartupError, Unsupported
 from rose.models.base import OutputSpec
 from rose.proto.annotations import check_spans, check_token_types
+
+_INT32 = np.dtype(np.int32)
 
 
 def check_engine_config(config: EngineConfig) -> None:
@@ -47,7 +50,7 @@ def check_request(
         raise InvalidInput("the request holds no sequence", param="input")
     lengths = []
     for index, ids in enumerate(request.sequences):
-        if ids.dtype != np.int32 or ids.ndim != 1:
+        if (ids.dtype is not _INT32 and ids.dtype != _INT32) or ids.ndim != 1:
             raise InvalidInput(
                 f"token ids must be a flat int32 array, not {ids.dtype} of shape {ids.shape}",
                 param="input",

@@ -25,6 +25,8 @@ _TO_NUMPY: dict[int, np.dtype] = {
 }
 # Made once: numpy takes as long to find a dtype by its name as to read an array.
 _INT32, _UINT32 = np.dtype("<i4"), np.dtype(np.uint32)
+# What array.max() calls, behind a wrapper.
+_largest = np.maximum.reduce
 _FROM_KIND = {"f": pb.FLOAT32, "i1": pb.INT8, "u1": pb.UINT8, "i4": pb.INT32}
 
 
@@ -37,11 +39,20 @@ def tensor_to_proto(array: AnyArray) -> pb.Tensor:
 
 def fill_tensor(tensor: pb.Tensor, array: AnyArray) -> None:
     """The same into a tensor that is part of another message already, which spares copies of the values."""
-    key = array.dtype.str[1:]
-    dtype = _FROM_KIND["f" if key == "f4" else key]
-    tensor.dtype = dtype
-    tensor.shape.extend(array.shape)
-    tensor.data = array.astype(_TO_NUMPY[dtype], copy=False).tobytes()
+    describe_tensor(tensor, array.dtype, array.shape)
+    fill_values(tensor, array)
+
+
+def describe_tensor(tensor: pb.Tensor, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> None:
+    """All of a tensor but its values."""
+    key = np.dtype(dtype).str[1:]
+    tensor.dtype = _FROM_KIND["f" if key == "f4" else key]
+    tensor.shape.extend(shape)
+
+
+def fill_values(tensor: pb.Tensor, array: AnyArray) -> None:
+    """The values of a tensor that was described."""
+    tensor.data = array.astype(_TO_NUMPY[tensor.dtype], copy=False).tobytes()
 
 
 def tensor_from_proto(tensor: pb.Tensor) -> AnyArray:
@@ -61,17 +72,24 @@ def tensor_from_proto(tensor: pb.Tensor) -> AnyArray:
 
 def tokens_to_proto(sequences: list[IntArray]) -> pb.Tokens:
     """int32 arrays, one a sequence; an empty list gives an empty message."""
-    ids = np.concatenate(sequences).astype("<i4", copy=False).tobytes() if sequences else b""
+    if not sequences:
+        return pb.Tokens()
+    flat = sequences[0] if len(sequences) == 1 else np.concatenate(sequences)
+    ids = flat.astype(_INT32, copy=False).tobytes()
     return pb.Tokens(ids=ids, lengths=[len(sequence) for sequence in sequences])
 
 
-def tokens_from_proto(tokens: pb.Tokens) -> list[IntArray]:
+def tokens_from_proto(tokens: pb.Tokens, lengths: list[int] | None = None) -> list[IntArray]:
     """The sequences, as read-only views of the message's bytes.
+
+    Args:
+        lengths: the message's, where the caller has them as a list already.
 
     Raises:
         InvalidInput: no sequence, an empty sequence, or bytes that do not fill the lengths.
     """
-    lengths = list(tokens.lengths)
+    if lengths is None:
+        lengths = list(tokens.lengths)
     data = tokens.ids
     if not lengths:
         raise InvalidInput("tokens hold no sequence", param="input")
@@ -110,7 +128,7 @@ def check_token_ids(sequences: list[IntArray], vocab_size: int) -> None:
     """Raises InvalidInput naming the first id outside 0 .. vocab_size - 1, its item and its position."""
     flat = sequences[0] if len(sequences) == 1 else np.concatenate(sequences)
     # Seen as unsigned, a negative id is larger than any vocabulary: one reduction for the whole request.
-    if flat.view(_UINT32).max() < vocab_size:
+    if _largest(flat.view(_UINT32)) < vocab_size:
         return
     for index, ids in enumerate(sequences):
         outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))

@@ -16,21 +16,28 @@ import numpy.typing as npt
 from rose.errors import NonFinite
 from rose.models.base import OutputSpec
 from rose.proto import rose_pb2 as pb
-from rose.proto.convert import AnyArray, fill_tensor
+from rose.proto.convert import AnyArray, describe_tensor, fill_values
 from rose.server.validate import Work
 
 _NO_ROWS = np.empty(0, dtype=np.intp)
 
 
 class Answer:
-    """Collects the outputs of one request."""
+    """Collects the outputs of one request.
 
-    __slots__ = ("_left", "_outputs", "_work")
+    Attributes:
+        message: what will travel; all but the values is there from the start, which is made while the device works.
+    """
+
+    __slots__ = ("_left", "_outputs", "_work", "message")
 
     def __init__(self, work: Work) -> None:
         self._work = work
         self._left = len(work.sequences)
-        self._outputs = [_Rows(name, spec, work) for name, spec in work.specs.items()]
+        self.message = pb.EmbedResponse(prompt_tokens=work.tokens)
+        # Made in place: a message that is put into another is copied.
+        add = self.message.outputs.add
+        self._outputs = [_Rows(add(name=name), spec, work) for name, spec in work.specs.items()]
 
     @property
     def complete(self) -> bool:
@@ -57,19 +64,14 @@ class Answer:
             output.put(first, batch[output.name], start, end, splits if output.spec.per_token else span_splits)
         self._left -= end - start
 
-    def fill(self, message: pb.EmbedResponse) -> None:
-        """Add the finished outputs, cut vectors normalised again where the model normalises.
+    def fill(self) -> None:
+        """Add the finished values to the message, cut vectors normalised again where the model normalises.
 
         Raises:
             NonFinite: a cut vector is all zeros and has no direction.
         """
         for output in self._outputs:
-            values = output.finished(self._work)
-            # Made in place: a message that is put into another is copied, at twice the time and memory.
-            added = message.outputs.add(name=output.name)
-            fill_tensor(added.values, values)
-            if output.offsets is not None:
-                added.splits.extend(output.offsets)
+            fill_values(output.tensor, output.finished(self._work))
 
 
 class _Rows:
@@ -77,12 +79,13 @@ class _Rows:
 
     Attributes:
         offsets: first row of each item and the end of the last; None: item i has row i.
+        tensor: where they go once they are all there.
     """
 
-    __slots__ = ("_count", "_values", "_width", "name", "offsets", "spec")
+    __slots__ = ("_count", "_values", "_width", "name", "offsets", "spec", "tensor")
 
-    def __init__(self, name: str, spec: OutputSpec, work: Work) -> None:
-        self.name = name
+    def __init__(self, output: pb.Output, spec: OutputSpec, work: Work) -> None:
+        self.name = output.name
         self.spec = spec
         self.offsets: list[int] | None = None
         if spec.per_token:
@@ -93,6 +96,10 @@ class _Rows:
         self._width = work.dimensions or spec.dimension
         self._count = self.offsets[-1] if self.offsets else len(work.sequences)
         self._values: AnyArray | None = None
+        self.tensor = output.values
+        describe_tensor(self.tensor, spec.dtype, (self._count, self._width))
+        if self.offsets is not None:
+            output.splits.extend(self.offsets)
 
     def put(self, first: int, batch: AnyArray, start: int, end: int, splits: Sequence[int]) -> None:
         if self._width < batch.shape[1]:

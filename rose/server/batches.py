@@ -113,9 +113,7 @@ class Batches:
                 flight = _Flight(result, runs(result.items), now)
                 self._flights.append(flight)
                 for owner in self._owners(flight):
-                    owner.batches += 1
-                    if owner.launched is None:
-                        owner.launched = now
+                    self._service.launched(owner, now)
         return bool(results)
 
     def collect(self) -> int:
@@ -135,10 +133,17 @@ class Batches:
         return count
 
     def _finish(self, flight: _Flight) -> None:
-        result, now, stats = flight.result, self._clock(), self._service.stats
-        stats.batches += 1
-        self._service.rate.measured(result.tokens, now - max(flight.launched, self._last_end))
-        self._last_end = now
+        """Answers first: they are what somebody waits for."""
+        result, now = flight.result, self._clock()
+        try:
+            self._answer(flight, now)
+        finally:
+            self._service.stats.batches += 1
+            self._service.rate.measured(result.tokens, now - max(flight.launched, self._last_end))
+            self._last_end = now
+
+    def _answer(self, flight: _Flight, now: float) -> None:
+        result, stats = flight.result, self._service.stats
         try:
             outputs = {name: output.result() for name, output in result.outputs.items()}
             self._check_shapes(result, outputs)
@@ -148,13 +153,13 @@ class Batches:
             self._settle_failed(result.items, error)
             self._check_device()
             return
-        stats.tokens += result.tokens
-        stats.items += len(result.items)
         faults = self._faults(result, outputs)
         if faults:
             self._settle_faulty(result.items, faults)
         else:
             self._give(flight, outputs, now)
+        stats.tokens += result.tokens
+        stats.items += len(result.items)
 
     def _give(self, flight: _Flight, outputs: Mapping[str, AnyArray], now: float) -> None:
         requests, result = self._service.requests, flight.result
@@ -163,10 +168,12 @@ class Batches:
             if part is None:
                 continue  # answered meanwhile: cancelled, expired, or another of its items failed
             owner = part.owner
-            owner.answer.put(part.indices[first], outputs, start, end, result.splits, result.span_splits)
+            answer = owner.answer
+            assert answer is not None, "it was launched"
+            answer.put(part.indices[first], outputs, start, end, result.splits, result.span_splits)
             requests.settle(engine_id, end - start)
-            if owner.answer.complete:
-                self._service.answer(owner, now)
+            if answer.complete:
+                self._service.answer(owner, answer, now)
 
     def _faults(self, result: StepResult, outputs: Mapping[str, AnyArray]) -> dict[int, str]:
         """Item of the batch -> output of it that must not travel, for rows somebody asked for."""

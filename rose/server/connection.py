@@ -151,7 +151,7 @@ class Connection:
         """Frames in order, as long as there is room for their answers and it is still this client's turn."""
         frames = self._frames
         for _ in range(FRAMES_A_TURN):
-            if not frames or not self.has_frames:
+            if not (frames and self.has_room) or self.dead or self._failed:
                 return
             yield frames.popleft()
 
@@ -161,13 +161,13 @@ class Connection:
             return
         self.touched.add(self)
         header = encode_header(kind, request_id, len(payload))
+        if len(payload) <= JOIN_BYTES:
+            self._write(header + payload, now)
+            return
         if not self._out:
             self.progress = now
-        if len(payload) <= JOIN_BYTES:
-            self._push(header + payload)
-        else:
-            self._push(header)
-            self._push(payload)
+        self._push(header)
+        self._push(payload)
         self.flush(now)
 
     def send_many(self, kind: FrameType, answers: Iterable[tuple[int, bytes]], now: float) -> None:
@@ -175,10 +175,7 @@ class Connection:
         if self.dead or self._failed:
             return
         self.touched.add(self)
-        if not self._out:
-            self.progress = now
-        self._push(b"".join(encode_frame(kind, request_id, payload) for request_id, payload in answers))
-        self.flush(now)
+        self._write(b"".join(encode_frame(kind, request_id, payload) for request_id, payload in answers), now)
 
     def fail(self, error: RoseError, now: float) -> None:
         """Tell the client what is wrong with its connection, then close it.
@@ -217,6 +214,24 @@ class Connection:
         self._out.clear()
         self._frames.clear()
         self.socket.close()
+
+    def _write(self, data: bytes, now: float) -> None:
+        """Write at once, mostly without queueing anything."""
+        if self._out:
+            self._push(data)
+            self.flush(now)
+            return
+        self.progress = now
+        try:
+            sent = self.socket.send(data)
+        except (BlockingIOError, InterruptedError):
+            sent = 0
+        except OSError:
+            self.dead = True
+            return
+        if sent < len(data):
+            self._push(data)
+            self._sent(sent)
 
     def _push(self, data: bytes) -> None:
         self._out.append(memoryview(data))

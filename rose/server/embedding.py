@@ -45,22 +45,28 @@ class EmbedService(Service[OpenRequest]):
         )
         self._limits = limits
 
-    def answer(self, request: OpenRequest, now: float) -> None:
+    def launched(self, request: OpenRequest, now: float) -> None:
+        """One more batch holds items of it. While the first one runs there is time to begin the answer."""
+        request.batches += 1
+        if request.launched is None:
+            request.launched = now
+            request.answer = Answer(request.work)
+            request.answer.message.timing.queue_us = microseconds(now - request.arrived)
+
+    def answer(self, request: OpenRequest, answer: Answer, now: float) -> None:
         """Send a complete answer, or the error that keeps it from being sent."""
         launched = request.arrived if request.launched is None else request.launched
-        message = pb.EmbedResponse(prompt_tokens=request.work.tokens)
-        timing = message.timing
-        timing.queue_us = microseconds(launched - request.arrived)
+        timing = answer.message.timing
         timing.compute_us = microseconds(now - launched)
         timing.batches = request.batches
         try:
-            request.answer.fill(message)
+            answer.fill()
         except RoseError as error:
             self.fail(request, error)
             return
+        request.peer.send(FrameType.EMBED_RESULT, request.wire_id, answer.message.SerializeToString(), now)
         self.stats.answered += 1
         self.requests.close(request)
-        request.peer.send(FrameType.EMBED_RESULT, request.wire_id, message.SerializeToString(), now)
 
     def _open(self, peer: Connection, frame: Frame, now: float, deadline: float | None) -> None:
         try:
@@ -69,4 +75,4 @@ class EmbedService(Service[OpenRequest]):
             raise InvalidInput("the payload is no EmbedRequest") from None
         work = validate(message, self._limits)
         self._check_room(work.tokens)
-        self.requests.open(OpenRequest(peer, frame.request_id, now, deadline, work, Answer(work)))
+        self.requests.open(OpenRequest(peer, frame.request_id, now, deadline, work))

@@ -65,16 +65,12 @@ class Ledger(Generic[E]):
         return self._deadlines[0][0] if self._deadlines else None
 
     def expired(self, now: float) -> list[E]:
-        """Open entries whose deadline has passed; each is told of once."""
+        """Open entries whose deadline has passed; each is told of once. Asked every turn, mostly in vain."""
         late: list[E] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             entry = self._by_serial.get(heapq.heappop(self._deadlines)[1])
             if entry is not None:
                 late.append(entry)
-        # Answered requests leave their entry behind: with deadlines of minutes these would add up.
-        if len(self._deadlines) > 1024 + 2 * len(self._by_serial):
-            self._deadlines = [mark for mark in self._deadlines if mark[1] in self._by_serial]
-            heapq.heapify(self._deadlines)
         return late
 
     def _enter(self, entry: E, serial: int) -> None:
@@ -83,6 +79,10 @@ class Ledger(Generic[E]):
         entry.peer.open[entry.wire_id] = entry
         if entry.deadline is not None:
             heapq.heappush(self._deadlines, (entry.deadline, serial))
+            # Answered requests leave their entry behind: with deadlines of minutes these would add up.
+            if len(self._deadlines) > 1024 + 2 * len(self._by_serial):
+                self._deadlines = [mark for mark in self._deadlines if mark[1] in self._by_serial]
+                heapq.heapify(self._deadlines)
 
     def _leave(self, entry: E) -> bool:
         """Whether it was open."""

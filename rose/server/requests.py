@@ -29,6 +29,7 @@ class OpenRequest:
         arrived: when its frame was read, time.monotonic().
         deadline: when its client stops waiting, or None.
         parts: ids under which the engine still owes items of it.
+        answer: what it is given, from its first launch on.
         launched: when the first batch with an item of it was launched, or None.
         batches: batches that hold or held an item of it.
     """
@@ -38,7 +39,7 @@ class OpenRequest:
     arrived: float
     deadline: float | None
     work: Work
-    answer: Answer
+    answer: Answer | None = None
     serial: int = 0
     parts: set[int] = field(default_factory=set)
     launched: float | None = None
@@ -93,6 +94,7 @@ class OpenRequests(Ledger[OpenRequest]):
                 alone=alone,
                 token_types=None if work.token_types is None else _chosen(work.token_types, chosen),
                 spans=None if work.spans is None else _chosen(work.spans, chosen),
+                checked=True,
             )
         )
         self.parts[self._last_id] = Part(request, indices, len(indices))

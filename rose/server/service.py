@@ -93,25 +93,26 @@ class Service(ABC, Generic[E]):
         Raises:
             InvalidInput: the client broke the protocol so that answers would be ambiguous; close its connection.
         """
-        if frame.type is FrameType.CANCEL:
-            self._cancel(peer, frame.request_id)
+        kind, request_id = frame.type, frame.request_id
+        if kind is FrameType.CANCEL:
+            self._cancel(peer, request_id)
             return
-        if frame.type not in _REQUESTS:
-            raise InvalidInput(f"frame type {frame.type.name} is for servers to send")
-        if frame.request_id == 0:
+        if kind not in _REQUESTS:
+            raise InvalidInput(f"frame type {kind.name} is for servers to send")
+        if request_id == 0:
             raise InvalidInput("request id 0 is reserved")
-        if frame.request_id in peer.open:
-            raise InvalidInput(f"request id {frame.request_id} is open already")
+        if request_id in peer.open:
+            raise InvalidInput(f"request id {request_id} is open already")
         try:
-            if frame.type is self.takes:
+            if kind is self.takes:
                 self._check_available()
                 now = self._clock()
                 deadline = now + frame.deadline_ms / 1000 if frame.deadline_ms else None
                 self._open(peer, frame, now, deadline)
                 self.stats.requests += 1
-            elif frame.type is FrameType.INFO:
+            elif kind is FrameType.INFO:
                 self._info(peer, frame)
-            elif frame.type is FrameType.STATS:
+            elif kind is FrameType.STATS:
                 self._tell_stats(peer, frame)
             else:
                 raise Unsupported(self.otherwise)

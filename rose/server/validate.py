@@ -88,7 +88,7 @@ def validate(request: pb.EmbedRequest, limits: Limits) -> Work:
     if priority is None:
         raise InvalidInput(f"priority {request.priority} is neither ONLINE (0) nor BULK (1)", param="priority")
     sequences, lengths = _sequences(request, limits)
-    tokens = sum(lengths)
+    tokens = lengths[0] if len(lengths) == 1 else sum(lengths)
     if tokens > limits.max_request_tokens:
         raise PayloadTooLarge(
             f"the request has {tokens} tokens, over the queue's limit of {limits.max_request_tokens}", param="input"
@@ -150,7 +150,7 @@ def _sequences(request: pb.EmbedRequest, limits: Limits) -> tuple[list[IntArray]
             param="input",
             index=index,
         )
-    sequences = tokens_from_proto(packed)
+    sequences = tokens_from_proto(packed, lengths)
     check_token_ids(sequences, limits.vocab_size)
     return sequences, lengths
 

@@ -358,6 +358,15 @@ def test_what_no_device_may_see_is_refused_by_name_and_nothing_is_queued(sequenc
     assert scheduler.next_batch() is None
 
 
+def test_ids_that_were_checked_are_not_looked_at_again():
+    scheduler = make()
+    ids = [np.array([1, 1000], dtype=np.int32)]
+    with pytest.raises(InvalidInput, match="vocabulary"):
+        scheduler.add(Request(1, ids), ("e",))
+    scheduler.add(Request(1, ids, checked=True), ("e",))
+    assert scheduler.queued_tokens == 2
+
+
 def test_an_open_id_is_refused_and_so_are_token_types_of_other_lengths():
     scheduler = make()
     add(scheduler, 1, [10])

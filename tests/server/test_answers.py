@@ -29,9 +29,8 @@ def answer_for(names, sequences, dimensions=0, spans=None) -> Answer:
 
 
 def filled(answer: Answer) -> list[pb.Output]:
-    message = pb.EmbedResponse()
-    answer.fill(message)
-    return list(message.outputs)
+    answer.fill()
+    return list(answer.message.outputs)
 
 
 def batch_of(sequences):

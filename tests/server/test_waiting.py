@@ -11,7 +11,7 @@ import pytest
 
 from rose.client import Client
 from rose.server.pacing import TokenRate
-from rose.server.waiting import EARLY_S, SPIN_S, Waiter
+from rose.server.waiting import ASKS, EARLY_S, SPIN_S, Waiter
 from tests.server.fake_engine import FakeEngine
 from tests.server.running_server import RawPeer, serving
 
@@ -113,6 +113,34 @@ def test_a_batch_that_ends_soon_is_not_slept_through():
     waiter.close()
     # A sleep would leave a handful of questions; a busy neighbour takes some away in some of the rounds.
     assert max(asked) > 50
+
+
+def test_the_event_is_asked_many_times_between_two_looks_at_the_sockets(monkeypatch):
+    monkeypatch.setattr("rose.server.waiting.SPIN_S", 10.0)
+    waiter = Waiter()
+    read, write = os.pipe()
+    waiter.poller.register(read, select.EPOLLIN)
+    asked = 0
+
+    def ready() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == ASKS + 3:
+            os.write(write, b"x")
+        return False
+
+    end = time.monotonic() + 1.0
+    assert waiter.wait_for_batch(ready, end, None) == [(read, select.EPOLLIN)]
+    assert asked == 2 * ASKS, "what came in the middle of a round is seen at its end"
+    assert waiter.wait_for_batch(ready, end, None) == [(read, select.EPOLLIN)]
+    assert asked == 2 * ASKS, "sockets come first"
+    os.read(read, 1)
+    start = time.monotonic()
+    assert waiter.wait_for_batch(ready, end, 0.01) == []
+    assert 0.01 <= time.monotonic() - start < 0.5
+    waiter.close()
+    os.close(read)
+    os.close(write)
 
 
 def test_the_thread_stays_awake_a_moment_after_a_batch_and_then_blocks():
