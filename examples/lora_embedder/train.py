@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from examples.lora_embedder.model import difference_from_rose, embed, load_bidirectional
 from examples.lora_embedder.texts import PIVOT, Text, read
@@ -42,11 +43,11 @@ class Recipe:
         warmup: share of the steps over which the rate rises; it falls to 0 over the others.
     """
 
-    steps: int = 200
+    steps: int = 140
     articles: int = 12
     languages: int = 3
-    tokens: int = 128
-    rate: float = 5e-4
+    tokens: int = 64
+    rate: float = 1e-3
     warmup: float = 0.1
     temperature: float = 0.05
     rank: int = 16
@@ -55,12 +56,12 @@ class Recipe:
 
 
 def add_lora(model: Any, recipe: Recipe) -> Any:
-    """All linear layers of the backbone get one; the rest is frozen."""
+    """All linear layers of the backbone get one, in fp32; the rest is frozen, in bf16 (four times as fast on a CPU)."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(recipe.seed)
     settings = LoraConfig(r=recipe.rank, lora_alpha=recipe.alpha, target_modules="all-linear", task_type=None)
-    return get_peft_model(model, settings)
+    return get_peft_model(model.to(torch.bfloat16), settings)
 
 
 def batches(texts: Sequence[Text], ids: Sequence[Ids], recipe: Recipe) -> Iterator[list[list[Ids]]]:
@@ -90,7 +91,7 @@ def info_nce(languages: Sequence[Tensor], temperature: float) -> Tensor:
     losses = []
     for a, b in combinations(languages, 2):
         scores = a @ b.T / temperature
-        losses += [torch.nn.functional.cross_entropy(scores, answers), torch.nn.functional.cross_entropy(scores.T, answers)]
+        losses += [cross_entropy(scores, answers), cross_entropy(scores.T, answers)]
     return torch.stack(losses).mean()
 
 
