@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import rose
 from rose.cli.bench import add_bench
+from rose.cli.calibrate import add_calibrate
 from rose.cli.convert import add_convert
 from rose.cli.doctor import add_doctor
 from rose.cli.embed import add_embed
@@ -68,7 +69,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rose {rose.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     serving = (add_pull, add_serve, add_gateway, add_embed, add_rerank, add_generate)
-    for add in (*serving, add_convert, add_verify, add_select_backend, add_info, add_doctor, add_bench, _add_version):
+    making = (add_convert, add_calibrate, add_verify)
+    for add in (*serving, *making, add_select_backend, add_info, add_doctor, add_bench, _add_version):
         add(commands)
     return parser
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from rose.cli.bulk.source import Source
 from rose.cli.shared import Commands, add_command
 from rose.cli.verifying.answers import Answers, answers_of, digest, load_golden, save_golden
 from rose.cli.verifying.gates import GATES, check, gate_for
-from rose.cli.verifying.measures import cosines, kendall_tau, neighbour_overlap, ranking_agreement
+from rose.cli.verifying.measures import cosines, measure
+from rose.cli.verifying.ndcg import ndcg_at_10, read_judgements
+from rose.config import read_model_folder
 from rose.errors import InvalidInput
 from rose.hub import Bars, resolve
 
@@ -25,6 +28,8 @@ _EXAMPLES = (
     "rose verify ./my-llm-embedder ./my-llm-embedder-bf16 --data texts.txt",
     "rose verify minilm --data texts.txt --save-golden minilm.npz",
     "rose verify ./minilm-converted minilm.npz --data texts.txt --json",
+    "rose verify e5-small ./e5-small-fp8 --data passages.txt --judgements queries.jsonl",
+    "rose verify smollm2 ./smollm2-int8 --data texts.txt",
 )
 
 
@@ -38,6 +43,12 @@ def add_verify(commands: Commands) -> None:
     parser.add_argument("--from", dest="in_form", choices=("lines", "jsonl", "parquet"), help="how FILE is written")
     parser.add_argument("--field", default="text", help="key or column of the text (default: %(default)s)")
     parser.add_argument("--limit", type=int, default=1000, help="texts that are read (default: %(default)s)")
+    parser.add_argument(
+        "--judgements",
+        type=Path,
+        metavar="FILE",
+        help='nDCG@10 too; a line: {"query": ..., "relevant": [numbers of texts]}',
+    )
     parser.add_argument("--save-golden", type=Path, metavar="FILE.npz", help="keep A's answers")
     parser.add_argument("--gate", help="float32, bfloat16 or float8 (default: by the coarser side's dtype)")
     parser.add_argument("--gates", type=Path, default=GATES, help="file of the gates (default: ROSE's own)")
@@ -58,15 +69,25 @@ def _verify(options: argparse.Namespace) -> int:
         print(f"{len(texts)} texts: {options.save_golden}")
         return 0
     b = _answers(options.b, texts, options, dtype=options.dtype)
-    report = compare(a, b, texts, gate=options.gate, gates=options.gates)
+    more = {} if options.judgements is None else _ndcg(a, b, options)
+    report = compare(a, b, texts, gate=options.gate, gates=options.gates, more=more)
     print(json.dumps(report, ensure_ascii=False) if options.json else _told(report))
     return 0 if report["passed"] else 1
 
 
 def compare(
-    a: Answers, b: Answers, texts: list[str], *, gate: str | None = None, gates: Path = GATES
+    a: Answers,
+    b: Answers,
+    texts: list[str],
+    *,
+    gate: str | None = None,
+    gates: Path = GATES,
+    more: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """The report: measures, checks, and whether all passed.
+
+    Args:
+        more: further measures.
 
     Raises:
         InvalidInput: answers that cannot be compared: other texts, other kinds, other dimensions.
@@ -80,7 +101,9 @@ def compare(
             "they cannot be compared"
         )
     differing = [i for i, (x, y) in enumerate(zip(a.ids, b.ids, strict=True)) if x != y]
-    measures, worst = _vectors(a, b) if a.kind == "vectors" else _scores(a, b)
+    if a.values.shape != b.values.shape:
+        raise InvalidInput(f"{a.name} and {b.name} make different tokens of the texts, from text {differing[0]} on")
+    measures = measure(a.kind, a.values, b.values) | dict(more or {})
     stored = {a.stored, b.stored} if a.stored != b.stored else set()
     name = gate or gate_for({a.ran, b.ran} | stored)
     checks = check(measures, name, gates)
@@ -92,30 +115,37 @@ def compare(
         "token_ids_equal": not differing,
         "token_ids_differ_at": differing[:10],
         "measures": measures,
-        "worst": worst,
+        "worst": _worst(a, b),
         "checks": [asdict(one) for one in checks],
         "passed": not differing and bool(checks) and all(one.passed for one in checks),
     }
 
 
-def _vectors(a: Answers, b: Answers) -> tuple[dict[str, float], dict[str, Any]]:
-    own = cosines(a.values, b.values)
-    at = int(np.argmin(np.nan_to_num(own, nan=-2.0)))
-    measures = {
-        "min_cosine": float(own.min()),
-        "mean_cosine": float(own.mean()),
-        "recall_at_10": neighbour_overlap(a.values, b.values),
-        "kendall_tau": ranking_agreement(a.values, b.values),
-    }
-    return measures, {"index": at, "cosine": float(own[at])}
-
-
-def _scores(a: Answers, b: Answers) -> tuple[dict[str, float], dict[str, Any]]:
+def _worst(a: Answers, b: Answers) -> dict[str, Any]:
+    if a.kind == "vectors":
+        own = cosines(a.values, b.values)
+        at = int(np.argmin(np.nan_to_num(own, nan=-2.0)))
+        return {"index": at, "cosine": float(own[at])}
     off = np.abs(a.values - b.values)
+    if a.kind == "tokens":
+        token = int(np.argmax(np.nan_to_num(off[:, 0], nan=np.inf)))
+        ends = np.cumsum([len(ids) - 1 for ids in a.ids])
+        text = int(np.searchsorted(ends, token, side="right"))
+        return {"index": text, "nats": float(off[token, 0])}
     query, document = np.unravel_index(int(np.argmax(np.nan_to_num(off, nan=np.inf))), off.shape)
-    taus = [kendall_tau(x, y) for x, y in zip(a.values, b.values, strict=True)]
-    measures = {"max_score_difference": float(off.max()), "kendall_tau": float(np.mean(taus))}
-    return measures, {"query": int(query), "document": int(document), "difference": float(off[query, document])}
+    return {"query": int(query), "document": int(document), "difference": float(off[query, document])}
+
+
+def _ndcg(a: Answers, b: Answers, options: argparse.Namespace) -> dict[str, float]:
+    """Queries are put behind the prompt `query` where a model has one."""
+    judgements = read_judgements(options.judgements, len(a.values))
+    if a.kind != "vectors" or options.b.endswith(".npz") or options.a.endswith(".npz"):
+        raise InvalidInput("--judgements needs two models that make vectors: queries are run on both")
+    queries, scores = [one.query for one in judgements], []
+    for side, name, dtype in ((a, options.a, "float32"), (b, options.b, options.dtype)):
+        own = _answers(name, queries, options, dtype=dtype, prompt="query")
+        scores.append(ndcg_at_10(own.values, side.values, judgements))
+    return {"ndcg_at_10_a": scores[0], "ndcg_at_10_b": scores[1], "ndcg_at_10_change": abs(scores[1] - scores[0])}
 
 
 def _told(report: dict[str, Any]) -> str:
@@ -146,8 +176,12 @@ def _texts(options: argparse.Namespace) -> list[str]:
     return texts
 
 
-def _answers(name: str, texts: list[str], options: argparse.Namespace, *, dtype: str | None) -> Answers:
+def _answers(
+    name: str, texts: list[str], options: argparse.Namespace, *, dtype: str | None, prompt: str | None = None
+) -> Answers:
     if name.endswith(".npz"):
         return load_golden(Path(name))
     folder = resolve(name, cache=options.cache, progress=Bars())
-    return answers_of(folder, texts, device=options.device, dtype=dtype)
+    if prompt is not None and prompt not in read_model_folder(folder).prompts:
+        prompt = None
+    return answers_of(folder, texts, device=options.device, dtype=dtype, prompt=prompt)

@@ -1,7 +1,8 @@
 """What a folder answers to a list of texts, run here or stored earlier (a golden file).
 
-An embedder's answers are vectors; a reranker's are the scores of some texts, as queries, with others as documents. The
-model runs as the engine loads it, with plain torch attention, so that no kernel of ours is trusted by both sides.
+An embedder's answers are vectors; a reranker's are the scores of some texts, as queries, with others as documents; a
+language model's are what each token of the texts cost it. The model runs as the engine loads it, with plain torch
+attention, so that no kernel of ours is trusted by both sides.
 """
 
 from __future__ import annotations
@@ -17,17 +18,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from rose.cli.verifying.tokens import tokens_of
 from rose.config import ModelFolder, read_model_folder
 from rose.errors import CheckpointError, InvalidInput
 
 if TYPE_CHECKING:
     import torch
-    from tokenizers import Tokenizer
 
     from rose.models.base import ServedModel
 
 _TOKENS = 4096  # of one batch
-_QUERIES, _DOCUMENTS = 8, 32
 _VERSION = 1
 
 
@@ -35,11 +35,12 @@ _VERSION = 1
 class Answers:
     """
     Attributes:
-        kind: "vectors" or "scores".
+        kind: "vectors", "scores" or "tokens".
         texts: sha256 of the texts, in order.
         dtypes: that the weights are stored in, and that the model ran in.
         ids: token ids of each text, or of each pair.
-        values: [texts, dimension], or [queries, documents] of shown scores (of the first label).
+        values: [texts, dimension]; [queries, documents] of shown scores (of the first label); or [tokens, 2] in nats,
+            and the likeliest id.
     """
 
     name: str
@@ -55,8 +56,13 @@ def digest(texts: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(list(texts), ensure_ascii=False).encode()).hexdigest()
 
 
-def answers_of(path: Path, texts: Sequence[str], *, device: str = "cpu", dtype: str | None = None) -> Answers:
+def answers_of(
+    path: Path, texts: Sequence[str], *, device: str = "cpu", dtype: str | None = None, prompt: str | None = None
+) -> Answers:
     """Run a folder.
+
+    Args:
+        prompt: name of the one that an embedder's texts are put behind; None: the default one.
 
     Raises:
         CheckpointError: a folder that cannot be loaded, has no tokenizer.json, or is of a kind that is not compared.
@@ -68,14 +74,13 @@ def answers_of(path: Path, texts: Sequence[str], *, device: str = "cpu", dtype: 
     folder = read_model_folder(path)
     if folder.contextual:
         raise CheckpointError(f"{path} embeds chunks of documents, which is not compared here")
+    if folder.generation is not None:
+        return _language(folder, texts, device, dtype)
     model = load_model(folder, device, None if dtype is None else getattr(torch, dtype))
     ran = next(iter(model.backbone.parameters())).dtype  # type: ignore[attr-defined]
     scores = folder.reranker is not None
-    ids, types, shape = _pairs(folder, texts) if scores else (_singles(folder, texts), None, (len(texts), -1))
-    empty = next((i for i, own in enumerate(ids) if not own), None)
-    if empty is not None:
-        raise InvalidInput(f"{path}: text {empty} has no tokens: {texts[empty]!r}")
-    rows = list(_run(model, ids, types, torch.device(device), ran))
+    tokens = tokens_of(folder, texts, prompt)
+    rows = list(_run(model, tokens.ids, tokens.types, torch.device(device), ran))
     values = np.concatenate(rows)
     if scores:
         values = values[:, 0]
@@ -85,11 +90,37 @@ def answers_of(path: Path, texts: Sequence[str], *, device: str = "cpu", dtype: 
         name=str(path),
         kind="scores" if scores else "vectors",
         texts=digest(texts),
-        stored=folder.architecture.dtype,
+        stored=_stored(folder),
         ran=str(ran).removeprefix("torch."),
-        ids=ids,
-        values=values.reshape(shape),
+        ids=tokens.ids,
+        values=values.reshape(tokens.shape),
     )
+
+
+def _language(folder: ModelFolder, texts: Sequence[str], device: str, dtype: str | None) -> Answers:
+    """What each token of the texts costs the language model, given those before it."""
+    import torch
+
+    from rose.convert.calibrate import open_subject
+
+    ids = tokens_of(folder, texts).ids
+    own = torch.float32 if dtype is None and device == "cpu" else getattr(torch, dtype or "bfloat16")
+    subject = open_subject(folder, ids, device=device, dtype=own)
+    return Answers(
+        name=str(folder.path),
+        kind="tokens",
+        texts=digest(texts),
+        stored=_stored(folder),
+        ran=str(own).removeprefix("torch."),
+        ids=ids,
+        values=subject.answers(range(len(ids))),
+    )
+
+
+def _stored(folder: ModelFolder) -> str:
+    from rose.convert.quantized import read_quantization
+
+    return folder.architecture.dtype if read_quantization(folder.backbone_path) is None else "float8_e4m3fn"
 
 
 def save_golden(answers: Answers, path: Path) -> None:
@@ -115,49 +146,6 @@ def load_golden(path: Path) -> Answers:
             return Answers(**about, ids=ids, values=file["values"])
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise InvalidInput(f"{path} is no golden file: {error}") from error
-
-
-def _singles(folder: ModelFolder, texts: Sequence[str]) -> list[list[int]]:
-    """With the default prompt, cut at the model's limit."""
-    tokenizer = _tokenizer(folder)
-    tokenizer.enable_truncation(folder.max_tokens)
-    prompt = folder.prompts[folder.default_prompt_name] if folder.default_prompt_name else ""
-    texts = [prompt + text for text in texts]
-    if folder.do_lower_case:
-        texts = [text.lower() for text in texts]
-    return [encoding.ids for encoding in tokenizer.encode_batch(texts)]
-
-
-def _pairs(
-    folder: ModelFolder, texts: Sequence[str]
-) -> tuple[list[list[int]], list[list[int]] | None, tuple[int, int]]:
-    """(ids, token types, [queries, documents]): the first texts against the first, long pairs cut at the end."""
-    reranker, tokenizer = folder.reranker, _tokenizer(folder)
-    assert reranker is not None
-    queries, documents = texts[:_QUERIES], texts[:_DOCUMENTS]
-    pairs = [(query, document) for query in queries for document in documents]
-    shape = (len(queries), len(documents))
-    if reranker.form == "pair":
-        tokenizer.enable_truncation(folder.max_tokens)
-        encodings = tokenizer.encode_batch(pairs)
-        types = [e.type_ids for e in encodings] if folder.architecture.type_vocab_size > 1 else None
-        return [e.ids for e in encodings], types, shape
-    prefix, suffix = (tokenizer.encode(t, add_special_tokens=False).ids for t in (reranker.prefix, reranker.suffix))
-    room = folder.max_tokens - len(prefix) - len(suffix)
-    bodies = [tokenizer.encode(reranker.body(*pair), add_special_tokens=False).ids[:room] for pair in pairs]
-    return [[*prefix, *body, *suffix] for body in bodies], None, shape
-
-
-def _tokenizer(folder: ModelFolder) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    path = folder.backbone_path / "tokenizer.json"
-    if not path.exists():
-        raise CheckpointError(f"{path} is missing")
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
 
 
 def _run(

@@ -13,6 +13,38 @@ NEIGHBOURS = 10
 _RANKED = 512  # texts whose rankings are compared; a ranking costs the square of their number
 
 
+def measure(kind: str, a: Array, b: Array) -> dict[str, float]:
+    """All that is said of two answers of one kind.
+
+    Args:
+        kind: of rose.cli.verifying.answers.Answers.
+    """
+    if kind == "vectors":
+        own = cosines(a, b)
+        return {
+            "min_cosine": float(own.min()),
+            "mean_cosine": float(own.mean()),
+            "recall_at_10": neighbour_overlap(a, b),
+            "kendall_tau": ranking_agreement(a, b),
+        }
+    if kind == "tokens":
+        return of_tokens(a, b)
+    taus = [kendall_tau(x, y) for x, y in zip(a, b, strict=True)]
+    return {"max_score_difference": float(np.abs(a - b).max()), "kendall_tau": float(np.mean(taus))}
+
+
+def of_tokens(a: Array, b: Array) -> dict[str, float]:
+    """Of [tokens, 2]: what each token cost in nats, and the id that was likeliest in its place."""
+    first, second = float(np.exp(a[:, 0].mean())), float(np.exp(b[:, 0].mean()))
+    return {
+        "perplexity_a": first,
+        "perplexity_b": second,
+        "perplexity_ratio": second / first,
+        "mean_cost_change": float(np.abs(a[:, 0] - b[:, 0]).mean()),
+        "likeliest_same": float((a[:, 1] == b[:, 1]).mean()),
+    }
+
+
 def cosines(a: Array, b: Array) -> Array:
     """Of each row with the same row of the other: [N]."""
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)

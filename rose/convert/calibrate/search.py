@@ -1,0 +1,98 @@
+"""Which layers hurt, and the fewest of them that must stay plain for the answers to hold.
+
+Each layer is quantised alone and what that does to the answers is measured; then all are, and as long as the gate fails
+the worst ones are put back: 1, 2, 4, ..., then the least number between. Knows layers and answers; knows no gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from rose.convert.calibrate.layers import Layer, quantized
+from rose.convert.calibrate.subject import Array, Judge, Subject, Verdict, damage
+
+
+@dataclass(slots=True)
+class Trial:
+    """One answer to "and if these stay plain?"."""
+
+    kept: int
+    verdict: Verdict
+
+
+@dataclass(slots=True)
+class Found:
+    """
+    Attributes:
+        kept: layers that stay plain, the worst first.
+        damages: layer -> what quantising it alone does to the answers.
+    """
+
+    kept: list[str]
+    damages: dict[str, float]
+    trials: list[Trial] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of what was settled on."""
+        return next(trial.verdict for trial in self.trials if trial.kept == len(self.kept))
+
+
+def search(
+    subject: Subject,
+    layers: Sequence[Layer],
+    made: Mapping[str, nn.Module],
+    probe: Sequence[int],
+    held_out: Sequence[int],
+    judge: Judge,
+    advance: Callable[[int], None],
+) -> Found:
+    """
+    Args:
+        made: the layers as codes, by name.
+        probe: texts on which single layers are tried. held_out: texts on which the gate is.
+        advance: is told the layers tried so far.
+    """
+    damages: dict[str, float] = {}
+    plain = subject.answers(probe)
+    for at, layer in enumerate(layers, 1):
+        with quantized(subject.backbone, [layer], made):
+            damages[layer.name] = damage(subject.kind, plain, subject.answers(probe))
+        advance(at)
+    worst = sorted(damages, key=lambda name: -damages[name])
+    found = Found([], damages)
+    reference = subject.answers(held_out)
+
+    def holds(kept: int) -> bool:
+        for trial in found.trials:
+            if trial.kept == kept:
+                return trial.verdict.passed
+        verdict = judge(reference, _answers(subject, layers, made, set(worst[:kept]), held_out))
+        found.trials.append(Trial(kept, verdict))
+        return verdict.passed
+
+    found.kept = worst[: _least(holds, len(layers))]
+    return found
+
+
+def _answers(
+    subject: Subject, layers: Sequence[Layer], made: Mapping[str, nn.Module], kept: set[str], which: Sequence[int]
+) -> Array:
+    with quantized(subject.backbone, [layer for layer in layers if layer.name not in kept], made):
+        return subject.answers(which)
+
+
+def _least(holds: Callable[[int], bool], most: int) -> int:
+    """The least number that holds, if more never hurt; `most` where none below does."""
+    low, high = -1, 0
+    while high < most and not holds(high):
+        low, high = high, min(most, max(1, 2 * high))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    if high == most:
+        holds(high)  # so that its verdict is there to be told
+    return high
