@@ -55,10 +55,16 @@ STEPS = (
         into=f"{WORK}/verified.json",
     ),
     Step(
+        "calibrate",
+        f"rose calibrate {WORK}/embedder --data {WORK}/calibrate.txt --scheme fp8-channel --force "
+        f"-o {WORK}/embedder-fp8 --json",
+        into=f"{WORK}/calibrated.json",
+    ),
+    Step(
         "measure",
         f"python -m examples.lora_embedder.measure untrained={WORK}/untrained trained={WORK}/embedder "
-        f"--data {WORK}/eval.jsonl --training {WORK}/adapter/training.json --verified {WORK}/verified.json "
-        f"--out {RESULTS}",
+        f"calibrated={WORK}/embedder-fp8 --data {WORK}/eval.jsonl --training {WORK}/adapter/training.json "
+        f"--verified {WORK}/verified.json --calibration {WORK}/calibrated.json --out {RESULTS}",
     ),
     Step("report", "python -m examples.lora_embedder.report"),
 )

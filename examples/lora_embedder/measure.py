@@ -75,14 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True, help="JSON lines of examples.lora_embedder.texts")
     parser.add_argument("--training", type=Path, help="training.json of the adapter, kept with the results")
     parser.add_argument("--verified", type=Path, help="JSON of rose verify, likewise")
+    parser.add_argument("--calibration", type=Path, help="JSON of rose calibrate, likewise, without its layers")
     parser.add_argument("--threads", type=int, default=1, help="of the engine (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(given)
     texts = read(options.data)
     results: dict[str, Any] = dict(provenance("examples.lora_embedder.measure", given, PACKAGES))
-    for name in ("training", "verified"):
+    for name in ("training", "verified", "calibration"):
         if (path := getattr(options, name)) is not None:
             results[name] = json.loads(path.read_text(encoding="utf-8"))
+            results[name].pop("layers", None)
     results["languages"] = {"trained": list(TRAINED), "unseen": list(UNSEEN)}
     results["systems"] = {}
     for name, folder in (system.split("=", 1) for system in options.systems):

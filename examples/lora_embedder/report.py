@@ -33,11 +33,13 @@ MEASURES = {
 
 def tables(results: Mapping[str, Any]) -> str:
     """What stands between the page's marks: the means, each language, and where and how they were measured."""
-    before, after = (results["systems"][name] for name in ("untrained", "trained"))
-    lines = ["| R@1, mean of both directions | languages | untrained | trained | gain |", "|---|---|---|---|---|"]
+    before, after, coded = (results["systems"][name] for name in ("untrained", "trained", "calibrated"))
+    lines = ["| R@1, mean of both directions | languages | untrained | trained | gain | trained, 8-bit |"]
+    lines.append("|---|---|---|---|---|---|")
     for measure, label in MEASURES.items():
         for kind, own in KINDS.items():
-            lines.append(_row(f"{label} | {own}", before["means"][kind][measure], after["means"][kind][measure]))
+            row = _row(f"{label} | {own}", before["means"][kind][measure], after["means"][kind][measure])
+            lines.append(f"{row} {coded['means'][kind][measure]:.2f} |")
     lines += ["", f"| {MEASURES['r_at_1']} | in training | untrained | trained | gain |", "|---|---|---|---|---|"]
     for kind in KINDS:
         for language in results["languages"][kind]:
@@ -64,12 +66,18 @@ def _about(results: Mapping[str, Any]) -> list[str]:
         f"`rose verify`, ROSE's merged folder against PEFT's unmerged answers over {verified['texts']} texts: smallest "
         f"cosine {verified['measures']['min_cosine']:.7f}, {'passed' if verified['passed'] else 'FAILED'}."
     )
+    calibration = results["calibration"]
+    coded = (
+        f"`rose calibrate`, {calibration['scheme']}: {calibration['layers_quantised']} layers in 8 bits; on "
+        f"{calibration['texts']['held_out']} texts held out, smallest cosine with the trained model "
+        f"{calibration['measures']['min_cosine']:.4f}, mean {calibration['measures']['mean_cosine']:.4f}."
+    )
     where = (
         f"Measured {results['date']} at commit {results['commit']} on {results['logical_cpus']} logical CPUs "
         f"({results['cpu']}), load average {results['load_average_1min']}, torch {versions['torch']}, "
         f"transformers {versions['transformers']}, peft {versions['peft']}:"
     )
-    return [trained, "", merged, "", where, "", f"    {results['command']}"]
+    return [trained, "", merged, "", coded, "", where, "", f"    {results['command']}"]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -2,9 +2,9 @@
 
     python -m examples.lora_embedder.texts --out .out/lora_embedder
 
-writes train.jsonl (articles 1 to 20 in English and the trained languages), eval.jsonl (all articles in all languages)
-and verify.txt (one text a line, for `rose verify`). Knows where the texts come from; knows no model. Another data set
-takes part by writing the same fields.
+writes train.jsonl (articles 1 to 20 in English and the trained languages), eval.jsonl (all articles in all languages),
+verify.txt and calibrate.txt (one text a line; the latter of what is trained on). Knows where the texts come from; knows
+no model. Another data set takes part by writing the same fields.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read(path: Path) -> list[Text]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for the three files")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the files")
     out: Path = parser.parse_args(arguments).out
     out.mkdir(parents=True, exist_ok=True)
     trained = training_texts()
@@ -79,6 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write(out / "eval.jsonl", every)
     sample = [text.text for text in every if text.group % 5 == 0]
     (out / "verify.txt").write_text("\n".join(sample) + "\n", encoding="utf-8")
+    watched = [text.text for text in trained[::10]]
+    (out / "calibrate.txt").write_text("\n".join(watched) + "\n", encoding="utf-8")
     print(f"{len(trained)} texts to train on, {len(every)} to measure with, {len(sample)} to verify with: {out}")
     return 0
 
