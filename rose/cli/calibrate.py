@@ -52,6 +52,9 @@ def add_calibrate(commands: Commands) -> None:
     parser.add_argument("--limit", type=int, default=512, help="texts that are read (default: %(default)s)")
     parser.add_argument("--longest", type=int, default=512, help="tokens of a text (default: %(default)s)")
     parser.add_argument(
+        "--probe-tokens", type=int, default=4096, help="on which layers are tried one by one (default: %(default)s)"
+    )
+    parser.add_argument(
         "--percentile", type=float, default=100.0, help="of inputs that a static scale holds (default: all)"
     )
     parser.add_argument(
@@ -76,6 +79,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     settings = Settings(
         scheme=options.scheme,
         percentile=options.percentile,
+        probe_tokens=_positive("--probe-tokens", options.probe_tokens),
         keep=tuple(options.keep),
         shard_bytes=_positive("--shard-mb", options.shard_mb) * 1_000_000,
         facts={"gate": options.gate},
@@ -89,40 +93,53 @@ def _calibrate(options: argparse.Namespace) -> int:
     tokens = tokens_of(folder, _texts(options), longest=_positive("--longest", options.longest))
     split(len(tokens.ids))
     subject = open_subject(folder, tokens.ids, tokens.types, device=options.device)
-    bars = Bars()
+    shown: list[_Bar] = []
 
     def stage(name: str, total: int) -> Callable[[int], None]:
-        return _Shown(bars, name, total)
+        shown.append(_Bar(name, total))
+        return shown[-1]
 
-    outcome = calibrate(
-        subject,
-        settings,
-        partial(_judge, subject, options),
-        None if options.dry_run else options.output,
-        read=lambda made: read_model_folder(made, **_read_again(options, folder)),
-        force=options.force,
-        stage=stage,
-    )
+    try:
+        outcome = calibrate(
+            subject,
+            settings,
+            partial(_judge, subject, options),
+            None if options.dry_run else options.output,
+            read=lambda made: read_model_folder(made, **_read_again(options, folder)),
+            force=options.force,
+            stage=stage,
+        )
+    finally:
+        for bar in shown:
+            bar.close()
     if options.plot is not None:
         _plot(outcome.report, options.plot)
     print(json.dumps(outcome.report, ensure_ascii=False) if options.json else _told(outcome))
     return 0 if outcome.report["passed"] else 1
 
 
-class _Shown:
-    """A bar that goes when its step is done."""
+class _Bar:
+    """How far one step has come, on a terminal; gone once it is done."""
 
-    def __init__(self, bars: Bars, name: str, total: int) -> None:
-        self._stage = bars.stage(name, total)
-        self._show = self._stage.__enter__()
+    def __init__(self, name: str, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn(f"{name:<14}"), BarColumn(bar_width=30), TaskProgressColumn(), TimeRemainingColumn())
+        console = Console(stderr=True)
+        self._bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bars.add_task(name, total=total)
         self._total, self._open = total, True
+        self._bars.start()
 
     def __call__(self, done: int) -> None:
-        if self._open:
-            self._show(done)
-            if done >= self._total:
-                self._stage.__exit__(None, None, None)
-                self._open = False
+        self._bars.update(self._task, completed=done)
+        if done >= self._total and self._open:
+            self.close()
+
+    def close(self) -> None:
+        self._bars.stop()
+        self._open = False
 
 
 def _judge(subject: Subject, options: argparse.Namespace, plain: Array, other: Array) -> Verdict:

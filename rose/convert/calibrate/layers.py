@@ -6,7 +6,7 @@ tensor, not a scale a fused layer. Knows layers and names; runs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,10 +18,12 @@ from rose.config import ModelFolder
 from rose.convert.calibrate.observe import Observed, Observer
 from rose.convert.calibrate.targets import coarse, quantize_weight
 from rose.convert.checkpoint import Checkpoint
-from rose.convert.families import FAMILIES
+from rose.convert.families import FAMILIES, HEADS
+from rose.convert.heads import LM_HEAD
 from rose.convert.quantized.place import Part, build_layer, replace_module
 from rose.convert.quantized.reading import Coded
 from rose.convert.quantized.schemes import Scheme
+from rose.convert.rules import Rename
 from rose.convert.stream import plan_weights
 from rose.errors import CheckpointError, InvalidInput
 from rose.kernels.quantize import FP8, LARGEST
@@ -106,7 +108,8 @@ def find_layers(folder: ModelFolder, backbone: nn.Module, keep: Iterable[str] = 
     kept: list[str] = []
     unused = set(keep)
     with Checkpoint(folder.backbone_path) as checkpoint:
-        plan = plan_weights(checkpoint, FAMILIES[entry.rules], tied=folder.architecture.tie_word_embeddings)
+        tied = folder.architecture.tie_word_embeddings
+        plan = plan_weights(checkpoint, FAMILIES[entry.rules], tied=tied, head=_head(folder, tied))
         for step in plan.steps:
             name = step.targets[0].removesuffix(".weight")
             module = modules.get(name)
@@ -125,6 +128,13 @@ def find_layers(folder: ModelFolder, backbone: nn.Module, keep: Iterable[str] = 
         raise InvalidInput(f"--keep {', '.join(sorted(unused))} names no layer")
     order = {name: at for at, name in enumerate(modules)}
     return sorted(layers, key=lambda layer: order[layer.name]), kept
+
+
+def _head(folder: ModelFolder, tied: bool) -> Sequence[Rename]:
+    """Where the head's tensors are, so that they are not taken for unknown ones."""
+    if folder.reranker is not None and folder.reranker.head != "yes_no":
+        return HEADS[find_entry(folder.architecture).classifier]
+    return LM_HEAD if folder.generation is not None and not tied else ()
 
 
 def _narrow(rows: int, fused: tuple[int, ...]) -> bool:

@@ -25,7 +25,6 @@ from rose.convert.calibrate.write import Sources, write_folder
 from rose.errors import CheckpointError, InvalidInput
 
 _HELD_OUT = 4  # every fourth text
-_PROBE_TOKENS = 4096  # on which layers are tried one by one
 Stage = Callable[[str, int], Callable[[int], None]]
 
 
@@ -35,12 +34,14 @@ class Settings:
     Attributes:
         scheme: a key of SCHEMES.
         percentile: of the magnitudes of a layer's inputs that a static scale must hold; 100: all.
+        probe_tokens: on which layers are tried one by one, at most (and one text at least).
         keep: patterns of layers that stay plain whatever the gate says.
         facts: written into the report as they are.
     """
 
     scheme: str
     percentile: float = 100.0
+    probe_tokens: int = 4096
     keep: tuple[str, ...] = ()
     shard_bytes: int = 5_000_000_000
     facts: dict[str, Any] = field(default_factory=dict)
@@ -104,7 +105,7 @@ def calibrate(
     if to.scheme.activations == "static":
         settle_inputs(layers, observers, settings.percentile)
     made: dict[str, nn.Module] = {layer.name: layer.quantized(to.scheme) for layer in layers}
-    probe = _probe(subject, watched)
+    probe = _probe(subject, watched, settings.probe_tokens)
     found = search(subject, layers, made, probe, held_out, judge, stage("trying layers", len(layers)))
     sizes = _sizes(layers, found)
     report = report_of(
@@ -167,10 +168,10 @@ def split(texts: int) -> tuple[list[int], list[int]]:
     return [i for i in range(texts) if i % _HELD_OUT != _HELD_OUT - 1], held
 
 
-def _probe(subject: Subject, watched: Sequence[int]) -> list[int]:
+def _probe(subject: Subject, watched: Sequence[int], most: int) -> list[int]:
     chosen: list[int] = []
     for i in watched:
-        if chosen and sum(len(subject.ids[j]) for j in chosen) + len(subject.ids[i]) > _PROBE_TOKENS:
+        if chosen and sum(len(subject.ids[j]) for j in chosen) + len(subject.ids[i]) > most:
             break
         chosen.append(i)
     return chosen

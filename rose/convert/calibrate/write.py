@@ -31,6 +31,7 @@ _WEIGHTS = re.compile(
     r"\.(safetensors|bin|h5|ot|msgpack|index\.json|pth)|.*\.(onnx|gguf|ckpt)"
 )
 _FOLDERS = ("additional_chat_templates",)
+_MADE_ELSEWHERE = ("lm_head", r"re:.*pooler\.dense")
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
 
@@ -76,13 +77,14 @@ def write_folder(
 
 
 def ignored(weights: FolderWeights, sources: Sources) -> list[str]:
-    """Modules whose matrices stay plain, so that no reader looks for scales beside them; a tied head has none."""
+    """Modules whose matrices stay plain, so that no reader looks for scales beside them; and those that other readers
+    make where the checkpoint has none: a tied head, a pooler of random numbers."""
     plain = [
         name.removesuffix(".weight")
         for name, entry in weights.entries.items()
         if name.endswith(".weight") and len(entry.shape) == 2 and name not in sources.coded
     ]
-    return plain + [name for name in ("lm_head",) if name not in plain]
+    return plain + [name for name in _MADE_ELSEWHERE if name not in plain]
 
 
 def _slots(weights: FolderWeights, to: Target, sources: Sources) -> list[Slot]:
