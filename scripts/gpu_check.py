@@ -8,6 +8,7 @@
     python scripts/gpu_check.py --part throughput    four clients with batches of 100, and where the device's time goes
     python scripts/gpu_check.py --part concurrency   1 to 16 texts in flight over HTTP
     python scripts/gpu_check.py --part decode     language models: first token and each further one
+    python scripts/gpu_check.py --part select     profiles of four shapes, each checked by a second run (nine minutes)
 
 Results are written as they come, under --out (default: benchmarks/results/h200). Each step is a command of its own,
 printed before it runs, so that any of them can be repeated by hand.
@@ -30,6 +31,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PART_SECONDS = 240.0
 LOAD_PARTS = ("throughput", "concurrency", "decode")
+PARTS = ("tests", "kernels", "loads", "models", *LOAD_PARTS, "select")
+SELECT_SECONDS = 570.0
+SELECTED = ("bge-m3", "pplx-embed-0.6b", "qwen3.5-4b", "pplx-embed-4b")
 
 
 def steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[str]]]:
@@ -56,6 +60,9 @@ def steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[str]]]:
             yield f"models/{model}", [python, "-m", "rose.bench.gpu_loads", "latency", "--model", model, *sizes]
     elif part in LOAD_PARTS:
         yield from load_steps(part, out, quick)
+    elif part == "select":
+        for model in SELECTED:
+            yield f"select/{model}", select_command(model, out, quick)
     else:
         rows = ["--out", str(out / "loads.jsonl")]
         short = ["--n", "200"] if quick else []
@@ -87,6 +94,15 @@ def load_steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[st
             yield f"decode/{model}", [*bench, "--model", model, "--via", "engine", *short, *rows]
         carried = ["--model", "qwen3-0.6b", "--via", "link", "http", "--prompt", "128"]
         yield "decode/carriers", [*bench, *carried, *short, *rows]
+
+
+def select_command(model: str, out: Path, quick: bool) -> list[str]:
+    """Measure, write the profile, its rows and pictures, then once more with fresh inputs."""
+    return [
+        *(sys.executable, "-m", "rose.cli", "select-backend", "--shape", model, "--check"),
+        *("--seconds", "20" if quick else "75", "--out", str(out / "profiles" / f"nvidia_h200_{model}.json")),
+        *("--rows", str(out / "select.jsonl"), "--report", str(out / "select" / model)),
+    ]
 
 
 def run(name: str, command: list[str], seconds: float, log: Path) -> dict[str, object]:
@@ -124,14 +140,15 @@ def run(name: str, command: list[str], seconds: float, log: Path) -> dict[str, o
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", required=True, choices=("tests", "kernels", "loads", "models", *LOAD_PARTS))
+    parser.add_argument("--part", required=True, choices=PARTS)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "h200")
     parser.add_argument("--only", nargs="+", default=[], help="steps whose name contains one of these")
-    parser.add_argument("--seconds", type=float, default=PART_SECONDS, help="of the whole part")
+    parser.add_argument("--seconds", type=float, help="of the whole part (default: 240, of select 570)")
     parser.add_argument("--quick", action="store_true", help="loads: few requests, to see that everything runs")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + arguments.seconds
+    seconds = arguments.seconds or (SELECT_SECONDS if arguments.part == "select" else PART_SECONDS)
+    end = time.monotonic() + seconds
     done = []
     for name, command in steps(arguments.part, arguments.out.resolve(), arguments.quick):
         if arguments.only and not any(wanted in name for wanted in arguments.only):

@@ -26,6 +26,7 @@ from rose.bench.targets import Target, add_common_arguments, targets
 from rose.config import EngineConfig, ModelFolder, read_model_folder
 from rose.convert import load_model
 from rose.engine import build_engine
+from rose.engine.build import profile_of
 from rose.engine.cuda import CudaCapturer
 from rose.engine.engine import Engine
 from rose.models.base import ServedModel
@@ -140,10 +141,12 @@ def _drivers(
 def backends_of(
     model: ServedModel, wanted: Sequence[loads.Load], device: torch.device, dtype: torch.dtype, backend: str
 ) -> dict[tuple[int, int], str]:
-    """(tokens, batch) -> the backend that serves it: the table's choice, or the one asked for."""
+    """(tokens, batch) -> the backend that serves it: the choice of profile and table, or the one asked for."""
     if backend != "auto":
         return {(load.tokens, load.batch): backend for load in wanted}
-    auto = AutoBackend(model.attention_spec(device, dtype))
+    spec = model.attention_spec(device, dtype)
+    grid = profile_of(spec, "auto").grid
+    auto = AutoBackend(spec) if grid is None else AutoBackend(spec, grid.excluded, grid.points)
     return {
         (load.tokens, load.batch): auto.explain(
             AttentionLoad(load.tokens * load.batch, load.batch, load.tokens)

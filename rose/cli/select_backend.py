@@ -86,19 +86,28 @@ def _select(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace, target: Target) -> int:
+    """Of a profile that is named, whatever device it is of; else of what serves here."""
     from rose.cli.selecting import parse_batch
+    from rose.config.profile import read_profile
     from rose.config.profile_files import AUTO, find_profile
     from rose.engine.profiles import attention_shape, this_machine
     from rose.select.explain import explain, missing_here
 
-    lengths = parse_batch(options.explain)
-    asked = AUTO if options.profile is None else str(options.profile)
-    found = find_profile(asked, this_machine(target.spec.device), attention_shape(target.spec))
-    for note in found.notes:
-        print(f"rose: {note}", file=sys.stderr)
-    print(f"{target.name}: {attention_shape(target.spec)}")
-    print(f"profile: {', '.join(map(str, found.paths)) or 'none'}")
-    for line in explain(lengths, target.spec.head_dim, found.grid, missing_here(target.spec, found.grid)):
+    lengths, shape = parse_batch(options.explain), attention_shape(target.spec)
+    print(f"{target.name}: {shape}")
+    if options.profile is None:
+        found = find_profile(AUTO, this_machine(target.spec.device), shape)
+        for note in found.notes:
+            print(f"rose: {note}", file=sys.stderr)
+        grid, where = found.grid, ", ".join(map(str, found.paths)) or "none"
+        left_out = missing_here(target.spec, grid)
+    else:
+        profile = read_profile(options.profile)
+        grid = next((grid for grid in profile.grids if grid.shape == shape), None)
+        where = f"{options.profile}, of {profile.machine.device}" + ("" if grid else "; it holds nothing of this shape")
+        left_out = {} if grid is None else dict(grid.excluded)
+    print(f"profile: {where}")
+    for line in explain(lengths, target.spec.head_dim, grid, left_out):
         print(line)
     return 0
 
@@ -153,7 +162,7 @@ def _measure(options: argparse.Namespace, target: Target) -> int:
 def _again(target: Target, limits: Options) -> Result:
     from dataclasses import replace
 
-    return target.measure(replace(limits, seed=limits.seed + 1))
+    return target.measure(replace(limits, seed=limits.seed + 1, grids_only=True))
 
 
 def _told(result: Result) -> list[str]:

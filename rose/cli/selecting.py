@@ -21,10 +21,12 @@ from rose.bench.llm_shapes import LLM_SHAPES
 from rose.bench.shapes import SHAPES, build_checkpoint
 from rose.cli.shared import reading, resolve_model
 from rose.config import ModelFolder, read_model_folder
+from rose.config.architecture import read_architecture
+from rose.config.json_file import JsonFile
 from rose.errors import StartupError
 from rose.models.base import attention_spec
 from rose.select.layer_ways import LAYERS
-from rose.select.measure import Options, Result, heads_result, measure_heads, measure_model
+from rose.select.measure import Options, Result, heads_result, measure_generating, measure_heads, measure_model
 from rose.select.plots import Floor
 from rose.server.device import pick_device, pick_dtype
 
@@ -54,11 +56,11 @@ def find_target(options: argparse.Namespace, made: Path) -> Target:
     if options.shape is None:
         path = resolve_model(options)
         return _of_folder(path.name if Path(options.model).is_dir() else options.model, path, options, device, dtype)
-    shapes = {**SHAPES, **LLM_SHAPES}
-    if options.shape in shapes:
-        path = build_checkpoint(options.shape, made / options.shape, shapes=shapes)
-        return _of_folder(options.shape, path, options, device, dtype)
-    return _of_heads(options.shape, device, dtype, known=", ".join(shapes))
+    if options.shape in SHAPES:
+        return _of_folder(options.shape, build_checkpoint(options.shape, made / options.shape), options, device, dtype)
+    if options.shape in LLM_SHAPES:
+        return _of_language_model(options.shape, device, dtype)
+    return _of_heads(options.shape, device, dtype, known=", ".join([*SHAPES, *LLM_SHAPES]))
 
 
 def parse_batch(text: str) -> list[int]:
@@ -87,6 +89,26 @@ def _of_folder(name: str, path: Path, options: argparse.Namespace, device: torch
     config = json.loads((folder.backbone_path / "config.json").read_text(encoding="utf-8"))
     floor = _model_floor(config) if folder.generation is None and device.type == "cuda" else None
     return Target(name=name, spec=spec, measure=measure, floor=floor)
+
+
+def _of_language_model(name: str, device: torch.device, dtype: torch.dtype) -> Target:
+    """Its attention and products: no weights are made."""
+    architecture = read_architecture(JsonFile.of(Path(name), dict(LLM_SHAPES[name].config)))
+    spec = AttentionSpec(
+        num_heads=architecture.num_heads,
+        num_kv_heads=architecture.num_kv_heads,
+        head_dim=architecture.head_dim,
+        dtype=dtype,
+        device=device,
+        causal=True,
+        scale=architecture.head_dim**-0.5,
+        max_length=architecture.max_positions,
+    )
+
+    def measure(limits: Options) -> Result:
+        return measure_generating(architecture, spec, name, limits)
+
+    return Target(name=name, spec=spec, measure=measure, floor=_heads_floor(spec))
 
 
 def _of_heads(text: str, device: torch.device, dtype: torch.dtype, known: str) -> Target:

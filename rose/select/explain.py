@@ -13,6 +13,7 @@ from rose.attention_backends.choose import Load, choose, nearest, rank
 from rose.config import EngineConfig
 from rose.config.profile import AttentionGrid, AttentionShape, Machine
 from rose.config.profile_files import Found
+from rose.errors import InternalError
 from rose.select.grid import bound_of
 
 # What the table at start tells of: (sequences, tokens each).
@@ -36,8 +37,7 @@ def usage(found: Found, backend: AttentionBackend, limits: EngineConfig) -> str:
         for sequences, length in TOLD:
             load = load_of([length] * sequences)
             if length <= limits.max_tokens and load.tokens <= limits.bulk_tokens:
-                choice = backend.explain(load)
-                rows.append((f"{sequences} x {length}", f"{choice.backend}: {choice.reason}"))
+                rows.append((f"{sequences} x {length}", _choice(backend, load)))
     else:
         rows.append(("attention", f"{backend.name}, whatever the load"))
     measured = numbers is not None and numbers.bulk_tokens == limits.bulk_tokens
@@ -51,6 +51,14 @@ def usage(found: Found, backend: AttentionBackend, limits: EngineConfig) -> str:
         rows.append(("dtype", f"{numbers.fastest_dtype} is faster here: --dtype {numbers.fastest_dtype}"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def _choice(backend: AutoBackend, load: Load) -> str:
+    try:
+        choice = backend.explain(load)
+    except InternalError as error:  # others may be served all the same
+        return error.message
+    return f"{choice.backend}: {choice.reason}"
 
 
 def load_of(lengths: Iterable[int]) -> Load:

@@ -7,12 +7,19 @@ starts with the device idle, before the plan. Knows backends and graphs; knows n
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import torch
 
 from rose.attention_backends.auto import spec_for
-from rose.attention_backends.base import AttentionBackend, AttentionSpec, WarmsUp, backend_names, try_backend
+from rose.attention_backends.base import (
+    AttentionBackend,
+    AttentionSpec,
+    KeepsPlans,
+    WarmsUp,
+    backend_names,
+    try_backend,
+)
 from rose.attention_backends.check import StaticAttention, check_backend
 from rose.attention_backends.choose import LONGEST
 from rose.attention_backends.rows import unpack
@@ -57,7 +64,7 @@ class LayerWays:
         answer = one.plain(load.lengths).float()
         if attention.captures(load.lengths):
             attention.capture(load.lengths)
-        timed = _Timed(backend, attention, load.lengths)
+        timed = _Timed(backend, attention, load.lengths, key)
         timed.sample()
         return Ready(answer=answer, sample=timed.sample, close=timed.close)
 
@@ -75,8 +82,10 @@ class LayerWays:
 class _Timed:
     """One load of one backend, run once a call."""
 
-    def __init__(self, backend: AttentionBackend, attention: StaticAttention, lengths: tuple[int, ...]) -> None:
-        self._backend, self._attention, self._lengths = backend, attention, lengths
+    def __init__(
+        self, backend: AttentionBackend, attention: StaticAttention, lengths: tuple[int, ...], key: Hashable
+    ) -> None:
+        self._backend, self._attention, self._lengths, self._key = backend, attention, lengths, key
         self._slot = 0
 
     def sample(self) -> float:
@@ -100,5 +109,7 @@ class _Timed:
         return float(begin.elapsed_time(end)) * 1e3
 
     def close(self) -> None:
-        # A graph holds its buffers for as long as it lives.
+        # A graph holds its buffers for as long as it lives, and a key its plan.
         self._attention.graph = None
+        if isinstance(self._backend, KeepsPlans):
+            self._backend.release(self._key)

@@ -13,8 +13,8 @@ import torch
 
 from rose.attention_backends.base import AttentionSpec
 from rose.attention_backends.choose import Load, choose
-from rose.config import EngineConfig, ModelFolder
-from rose.config.profile import AttentionShape, ModelNumbers, Products, Profile
+from rose.config import ArchitectureConfig, EngineConfig, ModelFolder
+from rose.config.profile import ModelNumbers, Products, Profile
 from rose.config.profile_files import Found
 from rose.convert import load_model
 from rose.engine import build_engine
@@ -34,14 +34,21 @@ from rose.select.session import Budget, GridRun, Progress, measure_grid
 
 # Largest batch measured, and tokens of the caches of a step of generating.
 BATCH_TOKENS = 32768
-CACHE_TOKENS = 65536
+CACHE_TOKENS, CPU_CACHE_TOKENS = 65536, 8192
 # Of the seconds of a run; what a stage leaves goes to those after it.
 PRODUCTS_SHARE, NUMBERS_SHARE = 0.15, 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """One run. `commit`: of what is measured, for the file. `say`: told of what is left out, a line each."""
+    """One run.
+
+    Attributes:
+        batch_tokens: largest batch.
+        commit: of what is measured, for the file.
+        say: told of what is left out, a line each.
+        grids_only: attention alone, to be compared with a profile; products stay as they are.
+    """
 
     seconds: float = 170.0
     seed: int = 1
@@ -50,6 +57,7 @@ class Options:
     progress: Progress | None = None
     say: Callable[[str], None] = lambda line: None
     max_rounds: int = 40
+    grids_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +78,10 @@ def measure_model(folder: ModelFolder, device: torch.device, dtype: torch.dtype,
     if device.type == "cpu":
         return _on_cpu(folder, dtype, name, options)
     budget = Budget(options.seconds)
+    spec = attention_spec(folder, device, dtype)
     if folder.generation is not None:
-        spec = attention_spec(folder, device, dtype)
-        runs = measure_heads(spec, options, budget, paged=True)
-        return _result(runs, device, name, options, _products(folder, device, dtype, options, budget))
-    products = _products(folder, device, dtype, options, budget)
-    tiles.prefer(preferred(products))
+        return measure_generating(folder.architecture, spec, name, options)
+    products = _products(folder.architecture, spec, options, budget)
     model = load_model(folder, device, dtype)
     longest = min(folder.max_tokens, options.batch_tokens)
     ways = ModelWays(model, device, dtype, max_tokens=longest, batch_tokens=options.batch_tokens)
@@ -86,13 +92,12 @@ def measure_model(folder: ModelFolder, device: torch.device, dtype: torch.dtype,
         run = measure_grid(
             ways, loads, kept, seed=options.seed, progress=options.progress, max_rounds=options.max_rounds
         )
-        numbers = _numbers(ways, run, longest, options, budget)
+        numbers = Numbers((), (), ()) if options.grids_only else _numbers(ways, run, longest, options, budget)
     finally:
         ways.close()
-    shape = model_shape(folder.architecture, ways.shape)
     found = curves.budgets(numbers.saturation)
     model_numbers = ModelNumbers(
-        shape=shape,
+        shape=model_shape(folder.architecture, ways.shape),
         name=name,
         online_tokens=found and found.online_tokens,
         bulk_tokens=found and found.bulk_tokens,
@@ -103,6 +108,14 @@ def measure_model(folder: ModelFolder, device: torch.device, dtype: torch.dtype,
         padding=numbers.padding,
     )
     return _result((run,), device, name, options, products, (model_numbers,))
+
+
+def measure_generating(architecture: ArchitectureConfig, spec: AttentionSpec, name: str, options: Options) -> Result:
+    """Attention and products of a model that generates; its weights are not needed."""
+    budget = Budget(options.seconds)
+    products = _products(architecture, spec, options, budget)
+    runs = measure_heads(spec, options, budget, paged=True)
+    return _result(runs, spec.device, name, options, products)
 
 
 def measure_heads(
@@ -117,9 +130,10 @@ def measure_heads(
     rest = {"seed": options.seed, "max_rounds": options.max_rounds}
     runs = [measure_grid(ragged, grid.batches(longest, options.batch_tokens), half, progress=options.progress, **rest)]
     if paged and spec.causal:
-        ways = PagedWays(replace(spec, layout="paged"), cache_tokens=CACHE_TOKENS)
+        held = CPU_CACHE_TOKENS if spec.device.type == "cpu" else CACHE_TOKENS
+        ways = PagedWays(replace(spec, layout="paged"), cache_tokens=held)
         _tell(ways.missing, ways.excluded, options)
-        loads = grid.decodes(spec.max_length or CACHE_TOKENS, CACHE_TOKENS)
+        loads = grid.decodes(spec.max_length or held, held)
         runs.append(measure_grid(ways, loads, budget, progress=options.progress, **rest))
     return tuple(runs)
 
@@ -128,15 +142,18 @@ def heads_result(runs: tuple[GridRun, ...], device: torch.device, name: str, opt
     return _result(runs, device, name, options)
 
 
-def _products(
-    folder: ModelFolder, device: torch.device, dtype: torch.dtype, options: Options, budget: Budget
-) -> Products:
-    if folder.architecture.gated_delta is not None:
+def _products(architecture: ArchitectureConfig, spec: AttentionSpec, options: Options, budget: Budget) -> Products:
+    """Measured, and preferred from here on in this process: the grid is of what will serve."""
+    if options.grids_only or spec.device.type == "cpu":
+        return {}
+    if architecture.gated_delta is not None:
         options.say("products are not measured: its layers are of two kinds")
         return {}
     tiles.prefer({})
     share = Budget(budget.left * PRODUCTS_SHARE)
-    return measure_products(products_of(folder.architecture), device, dtype, share, options.progress)
+    products = measure_products(products_of(architecture), spec.device, spec.dtype, share, options.progress)
+    tiles.prefer(preferred(products))
+    return products
 
 
 def _numbers(ways: ModelWays, run: GridRun, longest: int, options: Options, budget: Budget) -> Numbers:
@@ -244,7 +261,3 @@ def _result(
     )
     reasons = {name: reason for run in runs for name, reason in {**run.missing, **run.excluded}.items()}
     return Result(profile=profile, runs=runs, left_out={**reasons, **(left_out or {})})
-
-
-def grid_shapes(result: Result) -> tuple[AttentionShape, ...]:
-    return tuple(found.shape for found in result.profile.grids)

@@ -117,6 +117,10 @@ def _launches(
 
 
 def even(tokens: int, length: int) -> tuple[int, ...]:
-    """Sequences of `length` tokens, and one of what is left."""
-    count, rest = divmod(tokens, length)
-    return (length,) * count + ((rest,) if rest else ())
+    """Sequences of about `length` tokens, no longer; as many as a bucket has, so that no dummies are needed."""
+    needed = -(-tokens // length)
+    power = 1 << (needed - 1).bit_length()
+    # Buckets hold 1, 2, 3, 4, 6, 8, 12, 16, 24 ... sequences.
+    count = power * 3 // 4 if power >= 4 and power * 3 // 4 >= needed else power
+    short, longer = divmod(tokens, count)
+    return (short + 1,) * longer + (short,) * (count - longer)

@@ -146,7 +146,8 @@ class _Step:
 def paged_batch(load: GridLoad, device: torch.device) -> Batch:
     """One token for each sequence; the caches' pages follow one another."""
     counts = [-(-length // PAGE_SIZE) for length in load.lengths]
-    table = torch.zeros(load.sequences, max(counts), dtype=torch.int32)
+    # As wide as the bound: backends read that many entries whatever the lengths.
+    table = torch.zeros(load.sequences, -(-load.max_length // PAGE_SIZE), dtype=torch.int32)
     first = 1
     slots = []
     for row, (count, length) in enumerate(zip(counts, load.lengths, strict=True)):

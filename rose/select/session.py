@@ -111,12 +111,12 @@ def measure_grid(
     progress: Progress | None = None,
     max_rounds: int = 40,
 ) -> GridRun:
-    """Every load that time allows, the first ones first."""
+    """Every load that time allows, the first ones first, and one in any case."""
     excluded = dict(ways.excluded)
     measured: list[Measured] = []
     with (progress or Silent()).stage(f"{ways.shape.layout} {ways.of}", len(loads)) as advance:
         for number, load in enumerate(loads):
-            if budget.left <= 0:
+            if budget.left <= 0 and measured:
                 break
             share = budget.share(len(loads) - number)
             # Each load has an input of its own, the same in whatever order and company it is measured.
