@@ -24,7 +24,8 @@ def commands() -> list[str]:
 
 def test_the_commands_are_those_of_the_documentation():
     serving = ["pull", "serve", "gateway", "embed", "rerank", "generate"]
-    assert commands() == [*serving, "convert", "verify", "info", "doctor", "bench", "version"]
+    making = ["convert", "calibrate", "verify"]
+    assert commands() == [*serving, *making, "select-backend", "info", "doctor", "bench", "version"]
 
 
 @pytest.mark.parametrize("name", commands())

@@ -117,11 +117,11 @@ def _check(place: Place, target: Target, read: ModelFolder, text: str) -> float:
         DisagreementError: it is under the limit.
     """
     with closing(TextTokenizer(read.backbone_path, lower_case=read.do_lower_case)) as tokenizer:
-        expected = Reference(target.folder, target.device).embed(tokenizer.encode([text]))
+        expected = Reference(target.plain, target.device).embed(tokenizer.encode([text]))
     least = 1.0
     for _ in range(3):  # plain, captured, replayed
         answer = place.driver.vectors(place.driver.send(HttpDriver.body(target.name, [text])))
         least = min(least, float(cosines(answer, expected).min()))
-    if least < loads.LEAST_COSINE:
-        raise loads.DisagreementError(f"concurrency over HTTP: cosine {least:.5f} is under {loads.LEAST_COSINE}")
+    if least < target.least_cosine:
+        raise loads.DisagreementError(f"concurrency over HTTP: cosine {least:.5f} is under {target.least_cosine}")
     return round(least, 6)

@@ -95,7 +95,9 @@ def main(arguments: argparse.Namespace, command: str) -> int:
 def _run_model(target: Target, arguments: argparse.Namespace) -> int:
     """How many loads failed."""
     read = read_model_folder(target.folder, task="generate")
-    reference = None if arguments.no_check else DecodeReference(read, target.device)
+    # Random weights in 8 bits draw other tokens than in 16: they are timed, not compared.
+    compared = not arguments.no_check and arguments.dtype == "auto"
+    reference = DecodeReference(read, target.device) if compared else None
     failed = 0
     for way, backend in _ways(target, read, arguments):
         agreement = None if reference is None or way.via == "http" else check(way, reference, read)

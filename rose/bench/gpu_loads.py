@@ -71,7 +71,7 @@ def main(load_name: str, arguments: argparse.Namespace, command: str) -> int:
 def _run_model(target: Target, wanted: Sequence[loads.Load], arguments: argparse.Namespace) -> int:
     """How many loads failed."""
     read = read_model_folder(target.folder)
-    reference = Reference(target.folder, target.device)
+    reference = Reference(target.plain, target.device)
     failed = 0
     for driver, backends in _drivers(target, read, wanted, arguments):
         for load in wanted:
@@ -86,6 +86,7 @@ def _run_model(target: Target, wanted: Sequence[loads.Load], arguments: argparse
                     facts=target.facts,
                     backend=backends[load.tokens, load.batch],
                     seconds_at_most=arguments.seconds,
+                    least_cosine=target.least_cosine,
                 )
             except loads.DisagreementError:
                 raise  # wrong answers are not timed, nor anything else of a model that gives them

@@ -16,9 +16,12 @@ from pathlib import Path
 
 import torch
 
+from rose.bench import loads
 from rose.bench.machine import commit, cpu_model
+from rose.bench.quantised_shapes import LEAST_COSINE, SCHEME_OF, quantised_checkpoint
 from rose.bench.records import Facts
 from rose.bench.shapes import SHAPES, Shape, build_checkpoint
+from rose.errors import InvalidInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class Target:
 
     Attributes:
         made: its shape, where the folder holds random weights made here.
+        plain: where its weights are before any quantisation: what a reference runs on. `folder` where there is none.
     """
 
     name: str
@@ -35,6 +39,12 @@ class Target:
     dtype: torch.dtype
     facts: Facts
     made: Shape | None
+    plain: Path
+
+    @property
+    def least_cosine(self) -> float:
+        """Between its answers and the reference's."""
+        return LEAST_COSINE if self.facts.dtype in SCHEME_OF else loads.LEAST_COSINE
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, shapes: Mapping[str, Shape] = SHAPES) -> None:
@@ -42,6 +52,12 @@ def add_common_arguments(parser: argparse.ArgumentParser, shapes: Mapping[str, S
         "--model",
         action="append",
         help=f"one of {', '.join(shapes)} (seeded random weights), or NAME=FOLDER; repeatable",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", *SCHEME_OF),
+        default="auto",
+        help="auto: bfloat16 on CUDA, else float32; the others: made weights in 8 bits (fp8: a scale a tensor, static)",
     )
     parser.add_argument("--warm-up", action="store_true", help="let the server capture its usual graphs at start")
     parser.add_argument("--url", help="measure another OpenAI-compatible server: its address up to /embeddings")
@@ -78,10 +94,17 @@ def targets(
             command=command.replace(str(arguments.out), arguments.out.name) if arguments.out else command,
             machine=machine(device),
             model=name,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=str(dtype).removeprefix("torch.") if arguments.dtype == "auto" else arguments.dtype,
         )
         folder = Path(given) if given else build_checkpoint(name, arguments.folders / name, shapes=shapes)
-        yield Target(name, folder, device, dtype, facts, None if given else shapes[name])
+        plain, made = folder, None if given else shapes[name]
+        if arguments.dtype != "auto":
+            if made is None:
+                raise InvalidInput(f"--dtype {arguments.dtype} is for made weights; {name} has a folder of its own")
+            folder = quantised_checkpoint(
+                folder, arguments.dtype, device, task="generate" if made.pooling is None else "embed"
+            )
+        yield Target(name, folder, device, dtype, facts, made, plain)
 
 
 def machine(device: torch.device) -> str:

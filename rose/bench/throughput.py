@@ -82,7 +82,7 @@ def main(arguments: argparse.Namespace, command: str) -> int:
 def _run_model(target: Target, arguments: argparse.Namespace) -> int:
     """How many loads failed."""
     read = read_model_folder(target.folder)
-    reference = Reference(target.folder, target.device)
+    reference = Reference(target.plain, target.device)
     failed = 0
     for place in places(target, arguments.via, arguments, ["--max-queued-tokens", str(QUEUE_TOKENS)]):
         for tokens in arguments.tokens:
@@ -109,7 +109,7 @@ def run(
         DisagreementError, ClientFailedError.
     """
     vocab_size = read.architecture.vocab_size
-    cosine = loads.check(place.driver, reference, load, vocab_size)
+    cosine = loads.check(place.driver, reference, load, vocab_size, target.least_cosine)
     meter = Meter(place.engine.engine_counters if place.engine else None, nvml=target.device.type == "cuda")
     via = place.driver.via
     found = run_fleet(

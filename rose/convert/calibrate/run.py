@@ -149,6 +149,23 @@ def calibrate(
     return Outcome(report, target)
 
 
+def quantise_all(subject: Subject, scheme: str, target: Path) -> Path:
+    """Every layer quantised and written, nothing judged: for folders of random weights, whose speed alone matters.
+
+    Raises:
+        CheckpointError: as `calibrate`.
+    """
+    check_plain(subject.folder.backbone_path)
+    to = SCHEMES[scheme]
+    layers, _ = find_layers(subject.folder, subject.backbone)
+    if to.scheme.activations == "static":
+        with observed(subject.backbone, layers) as observers:
+            subject.answers(range(len(subject.ids)))
+        settle_inputs(layers, observers, 100.0)
+    coded = {source: layer.input_scale for layer in layers for source in layer.coded_sources}
+    return write_folder(subject.folder, target, to, Sources(coded), {"scheme": scheme, "judged": False})
+
+
 def check_settings(settings: Settings) -> None:
     if settings.scheme not in SCHEMES:
         raise InvalidInput(f"--scheme {settings.scheme!r} is not one of {', '.join(SCHEMES)}")
