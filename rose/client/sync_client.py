@@ -224,7 +224,8 @@ class Client:
     def _receive(self, connection: socket.socket, request_id: int, end: float | None) -> tuple[FrameType, bytes]:
         view = memoryview(self._buffer)
         filled = self._spin(connection, view, end) if self._spin_s else 0
-        filled = self._fill(connection, view, filled, HEADER_BYTES, end)
+        if filled < HEADER_BYTES:
+            filled = self._fill(connection, view, filled, HEADER_BYTES, end)
         try:
             length, kind, answered, _ = decode_header(view, 0, self._max_payload)
         except RoseError as error:
@@ -234,7 +235,8 @@ class Client:
             whole = memoryview(bytearray(size))
             whole[:filled] = view[:filled]
             view = whole
-        self._fill(connection, view, filled, size, end)
+        if filled < size:
+            self._fill(connection, view, filled, size, end)
         body = bytes(view[HEADER_BYTES:size])
         if answered == 0 and kind is FrameType.ERROR:
             raise connection_error(body)
@@ -247,13 +249,15 @@ class Client:
         until = time.monotonic() + self._spin_s
         until = until if end is None else min(until, end)
         while True:
-            with contextlib.suppress(BlockingIOError):
+            try:
                 count = connection.recv_into(view, 0, socket.MSG_DONTWAIT)
-                if count == 0:
-                    raise Unavailable(f"{self.address} closed the connection")
-                return count
-            if time.monotonic() >= until:
-                return 0
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    return 0
+                continue
+            if count == 0:
+                raise Unavailable(f"{self.address} closed the connection")
+            return count
 
     def _fill(self, connection: socket.socket, view: memoryview, filled: int, wanted: int, end: float | None) -> int:
         while filled < wanted:

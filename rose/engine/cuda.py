@@ -153,12 +153,13 @@ class CudaExecutor:
             return self._queue(fn, expected_end)
 
     def _queue(self, fn: Callable[[], T], expected_end: float | None) -> Ticket[T]:
-        start, end = self._events.take(), self._events.take()
+        start = self._events.take()
         start.record(self.stream)
         try:
             value = fn()
         except BaseException as error:  # noqa: BLE001  it concerns this batch only
             return DoneTicket.failed(error)
+        end = self._events.take()
         end.record(self.stream)
         ticket = CudaTicket(value, start, end, self._waiter, self._events, expected_end)
         self._last = ticket

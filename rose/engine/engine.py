@@ -205,6 +205,8 @@ class Engine:
         None: only a new request or a finished batch can give it something. A time that has passed: call it again now
         (a step launches one batch only).
         """
+        # Whoever asks is about to wait: the time to learn from what has ended.
+        self._pipeline.retire()
         if self.queued_requests == 0:
             return None
         due = [self._launch_at()]
@@ -212,8 +214,6 @@ class Engine:
             due.append(deadline)
         return None if min(due) == math.inf else min(due)
 
-        # Whoever asks is about to wait: the time to learn from what has ended.
-        self._pipeline.retire()
     def key_for(self, lengths: Sequence[int], outputs: tuple[str, ...] = (), *, token_types: bool = False) -> GraphKey:
         """The key a batch of sequences of these lengths would run under, for `warmup`."""
         names = resolve_outputs(outputs, self._model.outputs, self._model.default_output)

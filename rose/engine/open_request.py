@@ -12,7 +12,7 @@ from itertools import accumulate, chain, repeat, starmap
 import numpy as np
 import numpy.typing as npt
 
-from rose.engine.request import Item, Priority, Request
+from rose.engine.request import Item, Request
 
 IntArray = npt.NDArray[np.int32]
 
@@ -92,7 +92,6 @@ class Work:
         return tuple(starmap(Item, chain.from_iterable(runs)))
 
 
-@dataclass(slots=True, eq=False)
 class OpenRequest:
     """One request in the queue.
 
@@ -104,40 +103,40 @@ class OpenRequest:
         next: index of the first sequence that waits.
     """
 
-    id: int
-    serial: int
-    turn: int
-    priority: Priority
-    outputs: tuple[str, ...]
-    alone: bool
-    single: bool
-    deadline: float | None
-    lengths: list[int]
-    ends: list[int]
-    ids: IntArray
-    token_types: IntArray | None
-    spans: list[IntArray] | None
-    next: int = 0
-    closed: bool = False
+    __slots__ = (
+        "alone",
+        "closed",
+        "ends",
+        "id",
+        "ids",
+        "lengths",
+        "next",
+        "outputs",
+        "priority",
+        "serial",
+        "single",
+        "spans",
+        "token_types",
+        "turn",
+    )
 
-    @staticmethod
-    def of(request: Request, outputs: tuple[str, ...], lengths: list[int], serial: int, *, single: bool) -> OpenRequest:
+    def __init__(
+        self, request: Request, outputs: tuple[str, ...], lengths: list[int], serial: int, *, single: bool
+    ) -> None:
         types = request.token_types
-        return OpenRequest(
-            id=request.id,
-            serial=serial,
-            turn=serial,
-            priority=request.priority,
-            outputs=outputs,
-            alone=request.alone,
-            single=single,
-            deadline=request.deadline,
-            lengths=lengths,
-            ends=[0, lengths[0]] if len(lengths) == 1 else list(accumulate(lengths, initial=0)),
-            ids=_flat(request.sequences),
-            token_types=None if types is None else _flat(types),
-            spans=request.spans,
-        )
+        self.id = request.id
+        self.serial = self.turn = serial
+        self.priority = request.priority
+        self.outputs = outputs
+        self.alone = request.alone
+        self.single = single
+        self.lengths = lengths
+        self.ends = [0, lengths[0]] if len(lengths) == 1 else list(accumulate(lengths, initial=0))
+        self.ids = _flat(request.sequences)
+        self.token_types: IntArray | None = None if types is None else _flat(types)
+        self.spans: list[IntArray] | None = request.spans
+        self.next = 0
+        self.closed = False
 
     @property
     def sequences_left(self) -> int:

@@ -186,7 +186,7 @@ class Scheduler:
         config = self._config
         lengths = check_request(request, config.max_tokens, self._open, self._type_vocab_size)
         single = request.priority is Priority.ONLINE and (len(lengths) == 1 or sum(lengths) <= config.online_tokens)
-        opened = OpenRequest.of(request, outputs, lengths, self._next_serial(), single=single)
+        opened = OpenRequest(request, outputs, lengths, self._next_serial(), single=single)
         if not request.checked:
             check_ids(opened, self._vocab_size)
         self._open[request.id] = opened

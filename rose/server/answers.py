@@ -178,7 +178,8 @@ def faulty_rows(values: AnyArray, spec: OutputSpec) -> npt.NDArray[np.intp]:
         return _NO_ROWS
     # NaN and infinity survive a sum of squares: one pass clears a whole batch, and shows zero rows on the way.
     if len(values) == 1:
-        least = most = float(np.vdot(values, values))
+        row = values[0]
+        least = most = float(row.dot(row))
     else:
         squares = np.einsum("ij,ij->i", values, values)
         least, most = float(squares.min()), float(squares.max())

@@ -146,14 +146,13 @@ class Batches:
         result, stats = flight.result, self._service.stats
         try:
             outputs = {name: output.result() for name, output in result.outputs.items()}
-            self._check_shapes(result, outputs)
+            faults = self._faults(result, outputs)
         except Exception as error:  # noqa: BLE001  a forward may raise anything
             _log.error("a batch of %d items failed: %s", len(result.items), error, exc_info=error)
             stats.failed_batches += 1
             self._settle_failed(result.items, error)
             self._check_device()
             return
-        faults = self._faults(result, outputs)
         if faults:
             self._settle_faulty(result.items, faults)
         else:
@@ -171,17 +170,30 @@ class Batches:
             answer = owner.answer
             assert answer is not None, "it was launched"
             answer.put(part.indices[first], outputs, start, end, result.splits, result.span_splits)
+            complete = answer.complete
+            if complete and not self._service.answer(owner, answer, now):
+                continue  # it was failed, and is closed
             requests.settle(engine_id, end - start)
-            if answer.complete:
-                self._service.answer(owner, answer, now)
+            if complete:
+                self._service.stats.answered += 1
+                requests.close(owner)
 
     def _faults(self, result: StepResult, outputs: Mapping[str, AnyArray]) -> dict[int, str]:
-        """Item of the batch -> output of it that must not travel, for rows somebody asked for."""
+        """Item of the batch -> output of it that must not travel, for rows somebody asked for.
+
+        Raises:
+            InternalError: an output of another shape than the batch has rows.
+        """
         faults: dict[int, str] = {}
         for name, values in outputs.items():
             spec = self._specs[name]
             splits = result.splits if spec.per_token else result.span_splits
-            for row in faulty_rows(values, spec).tolist():
+            shape = (splits[-1] if splits else len(result.items), spec.dimension)
+            if values.shape != shape:
+                raise InternalError(f"output {name!r} has shape {values.shape}, expected {shape}")
+            if not len(faulty := faulty_rows(values, spec)):
+                continue
+            for row in faulty.tolist():
                 item = bisect_right(splits, row) - 1 if splits else row
                 part = self._service.requests.parts.get(result.items[item].request_id)
                 if part is None or name not in part.owner.work.specs:
@@ -243,14 +255,6 @@ class Batches:
         parts = self._service.requests.parts
         owners = [parts[engine_id].owner for engine_id, *_ in flight.runs if engine_id in parts]
         return owners if len(owners) < 2 else list(dict.fromkeys(owners))
-
-    def _check_shapes(self, result: StepResult, outputs: Mapping[str, AnyArray]) -> None:
-        for name, values in outputs.items():
-            spec = self._specs[name]
-            splits = result.splits if spec.per_token else result.span_splits
-            rows = splits[-1] if splits else len(result.items)
-            if values.shape != (rows, spec.dimension):
-                raise InternalError(f"output {name!r} has shape {values.shape}, expected {(rows, spec.dimension)}")
 
     def _check_device(self) -> None:
         if not self._device_alive():

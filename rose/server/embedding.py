@@ -53,8 +53,10 @@ class EmbedService(Service[OpenRequest]):
             request.answer = Answer(request.work)
             request.answer.message.timing.queue_us = microseconds(now - request.arrived)
 
-    def answer(self, request: OpenRequest, answer: Answer, now: float) -> None:
-        """Send a complete answer, or the error that keeps it from being sent."""
+    def answer(self, request: OpenRequest, answer: Answer, now: float) -> bool:
+        """Send a complete answer, or the error that keeps it from being sent. Returns whether it was the answer: the
+        request is to be closed then.
+        """
         launched = request.arrived if request.launched is None else request.launched
         timing = answer.message.timing
         timing.compute_us = microseconds(now - launched)
@@ -63,10 +65,9 @@ class EmbedService(Service[OpenRequest]):
             answer.fill()
         except RoseError as error:
             self.fail(request, error)
-            return
+            return False
         request.peer.send(FrameType.EMBED_RESULT, request.wire_id, answer.message.SerializeToString(), now)
-        self.stats.answered += 1
-        self.requests.close(request)
+        return True
 
     def _open(self, peer: Connection, frame: Frame, now: float, deadline: float | None) -> None:
         try:

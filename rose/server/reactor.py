@@ -112,7 +112,11 @@ class Reactor:
             self._close()
 
     def _turn(self) -> None:
-        for descriptor, mask in self._wait():
+        events = self._wait()
+        if not events and not self._batches.pending:
+            # Nothing is to be launched first: answers that are ready leave at once.
+            self._batches.collect()
+        for descriptor, mask in events:
             if descriptor == self._executor_fd:
                 self._engine.executor.acknowledge()
             elif descriptor == self._wake_fd:
