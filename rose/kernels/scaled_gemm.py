@@ -105,13 +105,16 @@ def _scaled_gemm(
     HAS_BIAS: constexpr,
     ROUND: constexpr,
     CODES: constexpr,
+    LARGE: constexpr,
     PDL: constexpr,
 ) -> None:
-    """Program (n, m, s). WHOLE: int8, sums in int32. GATED: w is [2 N, K]. CODES: out is e4m3 by out_scale."""
+    """Program (n, m, s). WHOLE: int8, sums in int32. GATED: w is [2 N, K]. CODES: out is e4m3 by out_scale. LARGE: rows
+    are counted in 64 bits."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.program_id(1) * BM + tl.arange(0, BM)
+    row = row.to(tl.int64) if LARGE else row
     k0 = tl.program_id(2) * KS
     in_col = tl.minimum(col, N - 1) if N % BN != 0 else col
     in_row = tl.minimum(row, M - 1)
@@ -200,6 +203,7 @@ def scaled_gemm(
         HAS_BIAS=bias is not None,
         ROUND=_ROUND[dtype],
         CODES=out_scale is not None,
+        LARGE=M * max(N, K) >= 2**31,
         device=x.device,
         warps=tile.warps,
         stages=tile.stages,

@@ -17,8 +17,8 @@ from rose.kernels.activation import gated_activation
 from rose.kernels.add_norm_quantize import add_layer_norm_quantize, add_rms_norm_quantize, rms_norm_quantize
 from rose.kernels.linear import activate
 from rose.kernels.onednn_linear import linear_onednn, pack_weight, runs_onednn
-from rose.kernels.quantize import FP8, quantize_group, quantize_static, quantize_token
-from rose.kernels.scaled_mm import scaled_linear, scaled_partial
+from rose.kernels.quantize import FP8, GROUP, quantize_group, quantize_static, quantize_token
+from rose.kernels.scaled_mm import dequantize, scaled_linear, scaled_partial
 from rose.layers.linear import Linear
 from rose.layers.norm import DenseAddNorm, RMSNorm, ZeroCentredRMSNorm
 
@@ -72,9 +72,11 @@ class QuantizedLinear(nn.Module):
         self._wide: Tensor | None = None
 
     def build(self, device: torch.device) -> None:
-        """Where no kernel takes e4m3 (the CPU) its codes are multiplied as fp32: made once, four times the memory."""
-        if device.type == "cpu" and self.weight.dtype == FP8 and self.weight_scale.dim() == 1:
-            self._wide = pack_weight(self.weight.float())
+        """Where no kernel takes e4m3 (the CPU): codes, or what blocks stand for, as fp32, in four times the memory."""
+        if device.type == "cpu" and self.weight.dtype == FP8:
+            blocks = self.weight_scale.dim() == 2
+            wide = dequantize(self.weight, self.weight_scale) if blocks else self.weight.float()
+            self._wide = pack_weight(wide)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, K] in the model's dtype, or codes -> [T, N], or codes under `output_scale`."""
@@ -118,8 +120,10 @@ class QuantizedLinear(nn.Module):
         """[T, N] fp32, without the bias."""
         assert self._wide is not None
         x = codes.float()
+        if self.activations == "group":
+            x = x * scale.repeat_interleave(GROUP, 1)[:, : x.shape[1]]
         product = linear_onednn(x, self._wide, None, None) if runs_onednn(x) else x @ self._wide.T
-        return product * scale.view(-1, 1) * self.weight_scale.view(1, -1)
+        return product if self.activations == "group" else product * scale.view(-1, 1) * self.weight_scale.view(1, -1)
 
     def _finish(self, y: Tensor) -> Tensor:
         y = y if self.bias is None else y + self.bias.float()

@@ -7,6 +7,7 @@ What is no linear layer, and what takes inputs as they are, is left to be read a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -19,6 +20,8 @@ from rose.convert.quantized.schemes import BLOCK, Scheme
 from rose.convert.stream import Step, WeightPlan
 from rose.layers.linear import GatedLinear, Linear
 from rose.layers.quantized import Activations, PartedLinear, QuantizedLinear
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ def place_quantized(backbone: nn.Module, plan: WeightPlan, device: torch.device,
     if not isinstance(checkpoint, QuantizedCheckpoint):
         return frozenset()
     done: set[str] = set()
+    named: set[str] = set()
     for step in plan.steps:
         owner = _owner(backbone, step, checkpoint)
         if owner is None:
@@ -55,6 +59,9 @@ def place_quantized(backbone: nn.Module, plan: WeightPlan, device: torch.device,
         parts = [_part(checkpoint, source) for source in step.sources]
         replace_module(backbone, name, build_layer(owner, parts, device, dtype))
         done.add(step.targets[0])
+        named |= {part.scheme.name for part in parts if part.scheme is not None}
+    if done:
+        _log.info("%d layers of 8-bit codes: %s", len(done), ", ".join(sorted(named)))
     return frozenset(done)
 
 
