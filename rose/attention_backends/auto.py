@@ -17,7 +17,7 @@ from rose.attention_backends.base import (
     backend_names,
     try_backend,
 )
-from rose.attention_backends.choose import LONGEST, Choice, Load, choose, rank
+from rose.attention_backends.choose import LONGEST, Choice, Load, choose
 from rose.batch import AttentionPlan, Batch
 from rose.config.profile import Point
 from rose.errors import InternalError, StartupError
@@ -89,10 +89,6 @@ class AutoBackend:
                 f"{load.max_length}: {_listed(self.left_out)}"
             )
         return choice
-
-    def order(self, load: Load) -> tuple[Choice, ...]:
-        """All backends that may serve a load, best first, those left out among them."""
-        return rank(self._spec.head_dim, load, self.measured)
 
     def plan(self, batch: Batch, slot: int = 0) -> AttentionPlan:
         load = Load(batch.num_tokens, batch.num_sequences, batch.max_length)

@@ -114,6 +114,8 @@ def _explain(options: argparse.Namespace, target: Target) -> int:
 
 def _measure(options: argparse.Namespace, target: Target) -> int:
     from rose.config.profile import read_profile, write_profile
+    from rose.engine.profiles import preferred
+    from rose.kernels import tiles
     from rose.select.measure import Options, Result
     from rose.select.rows import rows_of, summary, write_rows
     from rose.select.session import Bars
@@ -139,6 +141,7 @@ def _measure(options: argparse.Namespace, target: Target) -> int:
             print(line)
     else:
         result = Result(profile=read_profile(options.profile))
+        tiles.prefer(preferred(result.profile.products))
     if options.check:
         again = _again(target, limits)
         grids = {grid.shape: grid for grid in result.profile.grids}

@@ -75,11 +75,17 @@ class Point:
     of: str = "model"
 
     @property
+    def even(self) -> bool:
+        """All sequences have one length, as far as their bound tells."""
+        length, rest = divmod(self.tokens, self.sequences)
+        return rest == 0 and length <= self.max_length <= max(64, 2 * length - 1)
+
+    @property
     def name(self) -> str:
         """Such as "16 x 512"; of unequal sequences "32 of 2048"."""
-        length, rest = divmod(self.tokens, self.sequences)
-        uniform = rest == 0 and (length == self.max_length or length < self.max_length <= max(64, 2 * length - 1))
-        return f"{self.sequences} x {length}" if uniform else f"{self.sequences} of {self.tokens}"
+        return (
+            f"{self.sequences} x {self.tokens // self.sequences}" if self.even else f"{self.sequences} of {self.tokens}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

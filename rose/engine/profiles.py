@@ -59,14 +59,15 @@ def model_shape(architecture: ArchitectureConfig, attention: AttentionShape) -> 
 
 
 def preferred(products: Products) -> dict[str, dict[str, tiles.Variant]]:
-    """Variants of products to prefer: where one is clearly faster than what the table, tuned within models, has."""
+    """Variants of products to prefer: where one is clearly faster than what the table, tuned within models, has; and
+    the fastest where the table's own was wrong or failed, and so has no time."""
     found: dict[str, dict[str, tiles.Variant]] = {}
     for name, buckets in products.items():
         for bucket, us in buckets.items():
-            for variant in _VARIANTS:
-                others = [taken for other, taken in us.items() if other != variant]
-                if variant in us and others and us[variant] * (1 + CLEARLY_FASTER) < min(others):
-                    found.setdefault(name, {})[bucket] = variant
+            known = [variant for variant in _VARIANTS if variant in us]
+            best = min(known, key=lambda variant: us[variant], default=None)
+            if best is not None and us[best] * (1 + CLEARLY_FASTER) < us.get("table", float("inf")):
+                found.setdefault(name, {})[bucket] = best
     return found
 
 

@@ -33,13 +33,14 @@ def usage(found: Found, backend: AttentionBackend, limits: EngineConfig) -> str:
     """What is used, a line a fact, each with where it comes from."""
     numbers = found.numbers
     rows = [("profile", ", ".join(map(str, found.paths)) or "none")]
-    if isinstance(backend, AutoBackend):
+    if isinstance(backend, AutoBackend) and len(backend.backends) > 1:
         for sequences, length in TOLD:
             load = load_of([length] * sequences)
             if length <= limits.max_tokens and load.tokens <= limits.bulk_tokens:
                 rows.append((f"{sequences} x {length}", _choice(backend, load)))
     else:
-        rows.append(("attention", f"{backend.name}, whatever the load"))
+        names = list(getattr(backend, "backends", ())) or [backend.name]
+        rows.append(("attention", f"{names[0]}, whatever the load"))
     measured = numbers is not None and numbers.bulk_tokens == limits.bulk_tokens
     batches = f"{limits.online_tokens} tokens online, {limits.bulk_tokens} bulk"
     rows.append(("batches", f"{batches}: {'measured' if measured else 'by default or as asked for'}"))
@@ -71,7 +72,8 @@ def explain(lengths: list[int], head_dim: int, grid: AttentionGrid | None, left_
     """Lines: the backend of a batch shape, why, and what the others would cost."""
     load = load_of(lengths)
     points = () if grid is None else grid.points
-    yield f"{load.sequences} sequences, {load.tokens} tokens, longest up to {load.max_length}"
+    count = "1 sequence" if load.sequences == 1 else f"{load.sequences} sequences"
+    yield f"{count}, {load.tokens} tokens, longest up to {load.max_length}"
     choice = choose(head_dim, load, left_out, points)
     if choice is None:
         yield "  no backend is left to serve it"

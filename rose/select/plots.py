@@ -55,7 +55,7 @@ def crossovers(grid: AttentionGrid, floor: Floor | None) -> Any:
     """Time against length, a panel for each number of sequences and a line for each backend; None of too few points."""
     panels: dict[int, list[Point]] = {}
     for point in grid.points:
-        if point.tokens == point.sequences * _length(point):
+        if point.even:
             panels.setdefault(point.sequences, []).append(point)
     panels = {count: points for count, points in sorted(panels.items()) if points}
     if not panels:
@@ -73,7 +73,7 @@ def crossovers(grid: AttentionGrid, floor: Floor | None) -> Any:
         axis.set(xscale="log", yscale="log", title=f"{count} sequence{'s' if count > 1 else ''}", xlabel="tokens each")
         axis.set_xscale("log", base=2)
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("µs of a batch, planning included")
+    axes[0].set_ylabel("µs of a batch, planning included", fontsize=8)
     axes[0].legend(fontsize=7)
     figure.suptitle(f"{grid.shape}; {grid.points[0].of}", fontsize=10)
     return figure
@@ -146,9 +146,13 @@ def _length(point: Point) -> int:
 def _figure(panels: int) -> tuple[Any, list[Any]]:
     import matplotlib.pyplot as plt
 
-    width = 6.0 if panels == 1 else 3.4 * panels
-    figure, axes = plt.subplots(1, panels, figsize=(width, 3.8), layout="constrained", squeeze=False)
-    return figure, list(axes[0])
+    columns = min(panels, 3)
+    rows = -(-panels // columns)
+    size = (6.0, 3.8) if panels == 1 else (3.6 * columns, 3.2 * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for unused in axes.flat[panels:]:
+        unused.remove()
+    return figure, list(axes.flat[:panels])
 
 
 def _save(figure: Any, path: Path, formats: Sequence[str]) -> list[Path]:

@@ -7,10 +7,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
+from rose.attention_backends import AttentionSpec
+from rose.attention_backends.auto import AutoBackend
+from rose.config import EngineConfig
 from rose.config.profile import AttentionGrid, Machine, ModelNumbers, ModelShape, Point, Profile
 from rose.config.profile_files import Found
-from rose.select.explain import explain, hint
+from rose.select.explain import explain, hint, usage
 from rose.select.grid import GridLoad
 from rose.select.plots import draw
 from rose.select.report import write_report
@@ -18,6 +22,15 @@ from rose.select.rows import chosen_for, read_rows, rows_of, share_within, summa
 from rose.select.session import Budget, measure_grid
 from tests.select.fakes import SHAPE, Clock, FakeWays
 
+SPEC = AttentionSpec(
+    num_heads=16,
+    num_kv_heads=16,
+    head_dim=64,
+    dtype=torch.bfloat16,
+    device=torch.device("cpu"),
+    causal=False,
+    scale=0.125,
+)
 FACTS = dict.fromkeys(("run_id", "commit", "date", "command", "machine"), "x") | {"model": "bge-m3"}
 LOADS = tuple(GridLoad((length,) * count) for count in (1, 16) for length in (128, 512, 2048))
 
@@ -89,6 +102,34 @@ def test_explaining_tells_of_the_others() -> None:
     assert far[1].startswith("  flash_attention4: one or few long sequences")
     everything = dict.fromkeys(("triton_short", "flash_attention4", "flashinfer3", "flashinfer2", "torch_sdpa"), "no")
     assert "  no backend is left to serve it" in list(explain([512], 64, grid, everything))
+
+
+def auto_of(*names: str) -> AutoBackend:
+    """`auto` without its kernels."""
+    made = object.__new__(AutoBackend)
+    made._spec, made.left_out, made.measured = SPEC, {}, run().grid.points
+    made.backends = dict.fromkeys(names)
+    return made
+
+
+def test_the_table_at_start_has_each_fact_with_its_source() -> None:
+    shape = ModelShape(hidden_size=1024, num_layers=24, intermediate_size=4096, attention=SHAPE)
+    numbers = ModelNumbers(shape=shape, name="m", bulk_tokens=8192, inflection_tokens=4096, fastest_dtype="bfloat16")
+    limits = EngineConfig(bulk_tokens=8192, max_tokens=8192)
+    found = Found(numbers=numbers, paths=(Path("p.json"),))
+    lines = usage(found, auto_of("flash_attention4", "flashinfer3", "triton_short"), limits).splitlines()
+    table = {line[2:].split("  ")[0].strip(): line for line in lines}
+    assert "p.json" in table["profile"]
+    assert "flash_attention4: measured at 1 x 512" in table["1 x 512"]
+    assert "flashinfer3: measured at 16 x 512" in table["16 x 512"]
+    assert "1 x 16384" not in table, "it is longer than what is served"
+    assert table["batches"].endswith("2048 tokens online, 8192 bulk: measured")
+    assert table["graphs"].endswith("up to 4096 tokens: measured")
+    assert table["dtype"].endswith("--dtype bfloat16")
+    plain = usage(Found(), auto_of("torch_sdpa"), EngineConfig())
+    assert "attention  torch_sdpa, whatever the load" in plain
+    assert "profile    none" in plain
+    assert "by default or as asked for" in plain
 
 
 def test_an_unknown_gpu_gets_one_line() -> None:
