@@ -236,3 +236,20 @@ def test_many_tokens_on_the_device(kind, gated):
     codes = scaled_linear(x, sx, w, sw, bias, act, torch.bfloat16, gated=gated, out_scale=scale)
     assert codes.dtype == FP8
     assert (codes.float() * 0.02 - out.float()).abs().max() <= out.float().abs().max() / 8
+
+
+@pytest.mark.parametrize("sides", ["tensor x tensor", "tensor x rows", "tokens x rows", "tokens x tensor"])
+def test_the_librarys_product(sides):
+    """`torch._scaled_mm` runs on the CPU too: every pair of scales it is called with, and the bias."""
+    from rose.kernels.scaled_mm import _library
+
+    torch.manual_seed(0)
+    x, w, bias = torch.randn(64, 256), torch.randn(96, 256) * 0.05, torch.randn(96).bfloat16()
+    of_x, of_w = sides.split(" x ")
+    one = torch.tensor([0.01])
+    codes, scale = (quantize_static(x, one), one) if of_x == "tensor" else quantize_token(x, FP8)
+    weight, w_scale = (quantize_static(w, one / 10), one / 10) if of_w == "tensor" else quantize_token(w, FP8)
+    out = _library(codes, scale, weight, w_scale.flatten(), bias, torch.bfloat16)
+    ref = scaled_linear_ref(codes, scale, weight, w_scale.flatten(), bias, None, torch.float32)
+    assert out.dtype == torch.bfloat16
+    assert float((out.float() - ref).norm() / ref.norm()) < 2.5e-3  # bf16's own rounding
