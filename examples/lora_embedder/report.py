@@ -105,8 +105,8 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     border = len(results["languages"]["trained"]) - 0.5
     axes.axvline(border, color="black", linewidth=0.8)
     axes.axhline(1 / 30, color="gray", linestyle="--", linewidth=0.8, label="guessing")
-    axes.text(border - 0.1, 1.02, "languages of the training", ha="right", va="bottom", fontsize=8)
-    axes.text(border + 0.1, 1.02, "languages it never saw", ha="left", va="bottom", fontsize=8)
+    axes.text(border - 0.1, 1.01, "languages of the training", ha="right", va="bottom", fontsize=8)
+    axes.text(border + 0.1, 1.01, "languages it never saw", ha="left", va="bottom", fontsize=8)
     axes.set(ylim=(0, 1), ylabel="R@1, articles 21–30 among all thirty")
     axes.set_xticks(range(len(languages)), [NAMES[language] for language in languages], rotation=40, ha="right")
     axes.legend(fontsize=8, loc="upper right")
