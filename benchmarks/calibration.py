@@ -60,7 +60,7 @@ def write_texts(model: str, folder: Path) -> tuple[Path, Path | None]:
         documents = [*lee_texts(), *udhr_articles("eng")]
         paragraphs = [own for article in udhr_paragraphs("eng") for own in article if len(own) > 60]
         cut = [" ".join(text.split()[10:]) for text in documents]
-        texts = cut + paragraphs
+        texts = cut[:64] if model == "smollm2" else cut + paragraphs
         queries = [{"query": " ".join(t.split()[:10]), "relevant": [at]} for at, t in enumerate(documents)]
     data, judgements = folder / f"{model}.jsonl", folder / f"{model}-queries.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
@@ -75,7 +75,7 @@ def weights_mb(folder: Path) -> float:
 def measure(model: str, scheme: str, folder: Path) -> dict[str, Any]:
     data, judgements = write_texts(model, folder)
     made, started = folder / f"{model}-{scheme}", time.perf_counter()
-    probe = 512 if model == "smollm2" else 2048
+    probe = 256 if model == "smollm2" else 2048
     options = ["--data", data, "--scheme", scheme, "-o", made, "--json", "--probe-tokens", probe]
     report = run("calibrate", model, *options)
     seconds = time.perf_counter() - started
@@ -92,6 +92,7 @@ def measure(model: str, scheme: str, folder: Path) -> dict[str, Any]:
         "layers": len(report["layers"]),
         "kept": report["kept"],
         "held_out": report["measures"],
+        "over_all_texts": report["over_all_texts"],
         "held_out_with_none_kept": all_layers,
         "plain_mb": weights_mb(resolve(model)),
     }

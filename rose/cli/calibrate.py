@@ -188,6 +188,12 @@ def _plot(report: dict[str, Any], path: Path) -> None:
         raise InvalidInput("--plot needs the Python module matplotlib, which is not installed here")
 
 
+def _value(report: dict[str, Any], name: str) -> str:
+    """On the texts that were held out, and over all."""
+    held_out, over_all = report["measures"][name], report["over_all_texts"]
+    return f"{held_out:.7f}" + ("" if over_all is None else f"  over all texts {over_all[name]:.7f}")
+
+
 def _told(outcome: Outcome) -> str:
     report = outcome.report
     layers = report["layers"]
@@ -195,7 +201,7 @@ def _told(outcome: Outcome) -> str:
     lines = [
         f"{report['source']}, {report['scheme']}: {count}; {report['texts']['held_out']} texts held out",
         f"gate {report['gate']}",
-        *(f"{name:<24}{value:.7f}" for name, value in report["measures"].items()),
+        *(f"{name:<24}{_value(report, name)}" for name in report["measures"]),
         f"layers that hurt most ({report['damage_is']}):",
     ]
     for layer in sorted(layers, key=lambda layer: -layer["damage"])[:_SHOWN]:

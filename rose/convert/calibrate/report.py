@@ -12,7 +12,7 @@ from typing import Any
 import rose
 from rose.convert.calibrate.layers import Layer
 from rose.convert.calibrate.observe import Observer
-from rose.convert.calibrate.search import Found
+from rose.convert.calibrate.search import Found, Trial
 
 
 def report_of(
@@ -29,8 +29,9 @@ def report_of(
         "made_by": f"rose {rose.__version__}",
         "scheme": scheme,
         **facts,
-        "passed": found.verdict.passed,
-        "measures": dict(found.verdict.measures),
+        "passed": found.trial.passed,
+        "measures": dict(found.trial.verdict.measures),
+        "over_all_texts": None if found.trial.over_all is None else dict(found.trial.over_all.measures),
         "damage_is": {
             "vectors": "1 - mean cosine to fp32",
             "scores": "mean difference of scores to fp32",
@@ -39,11 +40,14 @@ def report_of(
         "layers_quantised": len(layers) - len(found.kept),
         "kept": [*found.kept],
         "always_kept": [*always_kept],
-        "trials": [
-            {"kept": trial.kept, "passed": trial.verdict.passed, **trial.verdict.measures} for trial in found.trials
-        ],
+        "trials": [{"kept": trial.kept, "passed": trial.passed, **_measures(trial)} for trial in found.trials],
         "layers": [_layer(layer, found, observers.get(layer.name)) for layer in layers],
     }
+
+
+def _measures(trial: Trial) -> dict[str, Any]:
+    over_all = None if trial.over_all is None else dict(trial.over_all.measures)
+    return {**trial.verdict.measures, "over_all_texts": over_all}
 
 
 def _layer(layer: Layer, found: Found, seen: Observer | None) -> dict[str, Any]:

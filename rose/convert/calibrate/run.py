@@ -106,7 +106,7 @@ def calibrate(
         settle_inputs(layers, observers, settings.percentile)
     made: dict[str, nn.Module] = {layer.name: layer.quantized(to.scheme) for layer in layers}
     probe = _probe(subject, watched, settings.probe_tokens)
-    found = search(subject, layers, made, probe, held_out, judge, stage("trying layers", len(layers)))
+    found = search(subject, layers, made, probe, held_out, watched, judge, stage("trying layers", len(layers)))
     sizes = _sizes(layers, found)
     report = report_of(
         found,
@@ -124,7 +124,7 @@ def calibrate(
         },
         always_kept=always_kept,
     )
-    if target is None or not found.verdict.passed:
+    if target is None or not found.trial.passed:
         return Outcome(report, None)
     chosen = [layer for layer in layers if layer.name not in found.kept]
     with quantized(subject.backbone, chosen, made):

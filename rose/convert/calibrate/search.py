@@ -1,7 +1,8 @@
 """Which layers hurt, and the fewest of them that must stay plain for the answers to hold.
 
 Each layer is quantised alone and what that does to the answers is measured; then all are, and as long as the gate fails
-the worst ones are put back: 1, 2, 4, ..., then the least number between. Knows layers and answers; knows no gate.
+the worst ones are put back: 1, 2, 4, ..., then the least number between. It must hold on the texts that were held out,
+and then on all, whose worst one is among the others more often than not. Knows layers and answers; knows no gate.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import nn
 
 from rose.convert.calibrate.layers import Layer, quantized
@@ -17,10 +19,20 @@ from rose.convert.calibrate.subject import Array, Judge, Subject, Verdict, damag
 
 @dataclass(slots=True)
 class Trial:
-    """One answer to "and if these stay plain?"."""
+    """One answer to "and if these stay plain?".
+
+    Attributes:
+        verdict: on the texts that were held out.
+        over_all: on all, or None where the first failed.
+    """
 
     kept: int
     verdict: Verdict
+    over_all: Verdict | None
+
+    @property
+    def passed(self) -> bool:
+        return self.over_all is not None and self.over_all.passed
 
 
 @dataclass(slots=True)
@@ -36,9 +48,9 @@ class Found:
     trials: list[Trial] = field(default_factory=list)
 
     @property
-    def verdict(self) -> Verdict:
+    def trial(self) -> Trial:
         """Of what was settled on."""
-        return next(trial.verdict for trial in self.trials if trial.kept == len(self.kept))
+        return next(trial for trial in self.trials if trial.kept == len(self.kept))
 
 
 def search(
@@ -47,13 +59,14 @@ def search(
     made: Mapping[str, nn.Module],
     probe: Sequence[int],
     held_out: Sequence[int],
+    others: Sequence[int],
     judge: Judge,
     advance: Callable[[int], None],
 ) -> Found:
     """
     Args:
         made: the layers as codes, by name.
-        probe: texts on which single layers are tried. held_out: texts on which the gate is.
+        probe: texts on which single layers are tried. held_out, others: texts on which the gate is.
         advance: is told the layers tried so far.
     """
     damages: dict[str, float] = {}
@@ -64,15 +77,20 @@ def search(
         advance(at)
     worst = sorted(damages, key=lambda name: -damages[name])
     found = Found([], damages)
-    reference = subject.answers(held_out)
+    reference, rest = subject.answers(held_out), subject.answers(others)
 
     def holds(kept: int) -> bool:
         for trial in found.trials:
             if trial.kept == kept:
-                return trial.verdict.passed
-        verdict = judge(reference, _answers(subject, layers, made, set(worst[:kept]), held_out))
-        found.trials.append(Trial(kept, verdict))
-        return verdict.passed
+                return trial.passed
+        plain_ones = set(worst[:kept])
+        own = _answers(subject, layers, made, plain_ones, held_out)
+        verdict, over_all = judge(reference, own), None
+        if verdict.passed:
+            more = _answers(subject, layers, made, plain_ones, others)
+            over_all = judge(np.concatenate([reference, rest]), np.concatenate([own, more]))
+        found.trials.append(Trial(kept, verdict, over_all))
+        return found.trials[-1].passed
 
     found.kept = worst[: _least(holds, len(layers))]
     return found
