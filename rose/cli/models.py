@@ -92,6 +92,7 @@ def _folder_facts(folder: ModelFolder) -> list[tuple[str, object]]:
         ("max tokens", folder.max_tokens),
         *served,
         ("stored dtype", shape.dtype),
+        *([("quantised", f"8-bit codes ({folder.quantized_by})")] if folder.quantized_by else []),
         ("tokenizer", f"sha256 {folder.tokenizer_sha256}" if folder.tokenizer_sha256 else "none"),
     ]
 

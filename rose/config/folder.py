@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rose.config.architecture import ArchitectureConfig, read_architecture
+from rose.config.architecture import ArchitectureConfig, quantized_by, read_architecture
 from rose.config.generation import GenerationConfig, has_lm_head, read_generation
 from rose.config.json_file import JsonFile
 from rose.config.reranker import RerankerConfig, Task, read_reranker
@@ -59,6 +59,7 @@ class ModelFolder:
         contextual: chunks of a document are joined by `separator_id`, run as one sequence and pooled each by itself.
         separator: the tokenizer's sep token, or None where it names none.
         separator_id: its id; other tokens may have the same (padding in pplx-embed), so nothing is told by it.
+        quantized_by: who made codes of some of its weights ("compressed-tensors", "fp8", "modelopt"), or None.
         generation: how it continues texts, or None for an embedder or reranker; with it there is neither pooling nor
             reranker, and `dimension` is 0.
     """
@@ -84,6 +85,7 @@ class ModelFolder:
     separator: str | None = None
     separator_id: int | None = None
     generation: GenerationConfig | None = None
+    quantized_by: str | None = None
 
     @property
     def backbone_path(self) -> Path:
@@ -174,6 +176,7 @@ def read_model_folder(
         separator=tokens.text_of("sep"),
         separator_id=tokens.role_id("sep"),
         generation=generation,
+        quantized_by=quantized_by(config) or ("modelopt" if (backbone / "hf_quant_config.json").exists() else None),
     )
     if contextual and folder.separator_id is None:
         raise CheckpointError(f"{root} joins chunks by a separator, and its tokenizer's files name no sep_token")

@@ -58,6 +58,8 @@ def test_a_calibrated_folder_is_verified_by_the_float8_gate(tmp_path, data, caps
     assert report["texts"] == {"watched": 14, "tried": 14, "held_out": 4}
     assert "</svg>" in plot.read_text(encoding="utf-8")
     assert json.loads((made / "calibration.json").read_text(encoding="utf-8")) == report
+    assert "8-bit codes (compressed-tensors)" in run("info", made, capsys=capsys)[1]
+    assert "8-bit" not in run("info", path, capsys=capsys)[1]
     _, out, _ = run("verify", path, made, "--data", data, "--json", capsys=capsys)
     verified = json.loads(out)
     assert verified["gate"] == "float8"

@@ -339,3 +339,20 @@ def test_a_percentile_clamps_and_says_so(tmp_path):
         assert cut["input_scale"] < whole["input_scale"]
         assert whole["input_clamped"] == 0.0
         assert 0 < cut["input_clamped"] < 0.02
+
+
+def test_the_gate_holds_over_all_texts_too(tmp_path):
+    """Three of twelve are held out: an answer that is good for those alone is not good."""
+    path = tiny_bert(tmp_path / "plain", **WIDE)
+    sizes = []
+
+    def judge(plain, other):
+        sizes.append(len(plain))
+        return Verdict(len(plain) == 3, {"texts": float(len(plain))})
+
+    report = made(path, tmp_path / "made", "int8", judge).report
+    assert not report["passed"]
+    assert set(sizes) == {3, 12}
+    assert report["measures"] == {"texts": 3.0}
+    assert report["over_all_texts"] == {"texts": 12.0}
+    assert not (tmp_path / "made").exists()
