@@ -67,10 +67,12 @@ def _about(results: Mapping[str, Any]) -> list[str]:
         f"cosine {verified['measures']['min_cosine']:.7f}, {'passed' if verified['passed'] else 'FAILED'}."
     )
     calibration = results["calibration"]
+    share = calibration["parameters_quantised"] / calibration["parameters_of_layers"]
     coded = (
-        f"`rose calibrate`, {calibration['scheme']}: {calibration['layers_quantised']} layers in 8 bits; on "
-        f"{calibration['texts']['held_out']} texts held out, smallest cosine with the trained model "
-        f"{calibration['measures']['min_cosine']:.4f}, mean {calibration['measures']['mean_cosine']:.4f}."
+        f"`rose calibrate`, {calibration['scheme']}: {share:.0%} of the linear layers' weights in 8 bits, the rest kept "
+        f"plain so that the gate {calibration['gate']} holds; on {calibration['texts']['held_out']} texts held out, "
+        f"smallest cosine with the trained model {calibration['measures']['min_cosine']:.4f}, mean "
+        f"{calibration['measures']['mean_cosine']:.4f}."
     )
     where = (
         f"Measured {results['date']} at commit {results['commit']} on {results['logical_cpus']} logical CPUs "
