@@ -132,7 +132,7 @@ def window_row(
     """What a window comes to, against the floor of the shape."""
     per_s = found.requests * load.batch / found.length
     share = None
-    if target.made is not None and target.device.type == "cuda":
+    if target.made is not None and target.device.type == "cuda" and target.facts.dtype == "bfloat16":
         share = round(per_s * floor_ms(target.made.config, load.tokens, load.batch) / 1e3 / load.batch, 4)
     return Row(
         **asdict(target.facts),
