@@ -128,11 +128,19 @@ class AsyncClient:
 
     async def embed_message(self, request: pb.EmbedRequest, *, deadline_s: float | None = None) -> pb.EmbedResponse:
         """The same for a message that is already made. Cancelling the task cancels the request at the server."""
-        tokens = count_tokens(request)
+        payload, tokens = request.SerializeToString(), count_tokens(request)
+        return parse_embed(await self.embed_payload(payload, tokens, deadline_s=deadline_s))
+
+    async def embed_payload(self, payload: bytes, tokens: int, *, deadline_s: float | None = None) -> bytes:
+        """The same for the bytes of such a message; gives back those of an EmbedResponse, and looks into neither.
+
+        Args:
+            tokens: what it counts for among the outstanding ones.
+        """
         self.outstanding_tokens += tokens
         self.outstanding_requests += 1
         try:
-            return parse_embed(await self._call(FrameType.EMBED, request.SerializeToString(), deadline_s))
+            return await self._call(FrameType.EMBED, payload, deadline_s)
         finally:
             self.outstanding_tokens -= tokens
             self.outstanding_requests -= 1

@@ -37,12 +37,14 @@ class EmbedResult:
         splits: of per-token outputs, and of pooled ones if spans were asked for: item i takes rows splits[i] ..
             splits[i + 1].
         prompt_tokens: tokens of the request.
+        payload: the bytes of the message that all this was read from, where they were asked for.
     """
 
     outputs: Mapping[str, AnyArray]
     splits: Mapping[str, tuple[int, ...]]
     prompt_tokens: int
     timing: Timing
+    payload: bytes = b""
 
     @property
     def vectors(self) -> AnyArray:
@@ -55,7 +57,7 @@ class EmbedResult:
         return self.outputs[name][index] if splits is None else self.outputs[name][splits[index] : splits[index + 1]]
 
     @staticmethod
-    def from_message(message: pb.EmbedResponse) -> EmbedResult:
+    def from_message(message: pb.EmbedResponse, payload: bytes = b"") -> EmbedResult:
         """Raises InternalError if the answer holds no output."""
         outputs: dict[str, AnyArray] = {}
         splits: dict[str, tuple[int, ...]] = {}
@@ -67,4 +69,4 @@ class EmbedResult:
             raise InternalError("the server's answer holds no output")
         spent = message.timing
         timing = Timing(spent.queue_us / 1e6, spent.compute_us / 1e6, spent.batches)
-        return EmbedResult(outputs, splits, message.prompt_tokens, timing)
+        return EmbedResult(outputs, splits, message.prompt_tokens, timing, payload)

@@ -29,6 +29,8 @@ T = TypeVar("T")
 BODY_TIMEOUT_S = 60.0
 # A refused body is still read up to this many times the limit, so that the caller reads an answer, not a reset.
 DISCARD_FACTOR = 4
+# A caller who leaves is looked for after this long: most answers come sooner, and a task costs as much as their JSON.
+WATCH_AFTER_S = 0.005
 REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 # Nobody sends more than 10^18 bytes, and Python refuses to read thousands of digits.
 LENGTH_DIGITS = 18
@@ -70,13 +72,14 @@ class Call:
         started: time.perf_counter() at arrival.
     """
 
-    __slots__ = ("_receive", "headers", "id", "method", "path", "started")
+    __slots__ = ("_named", "_receive", "headers", "id", "method", "path", "started")
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self.started = time.perf_counter()
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: Headers = scope["headers"]
+        self._named = dict(reversed(self.headers))  # the first of several of a name
         self._receive = receive
         given = self.header(b"x-request-id")
         self.id = given if given is not None and REQUEST_ID.fullmatch(given) else os.urandom(8).hex().encode()
@@ -87,10 +90,7 @@ class Call:
 
     def header(self, name: bytes) -> bytes | None:
         """First value of a header; `name` in lower case, as ASGI servers hand them over."""
-        for key, value in self.headers:
-            if key == name:
-                return value
-        return None
+        return self._named.get(name)
 
     async def body(self, limit: int, held: Held) -> bytes:
         """The whole body, counted in `held` as it comes.
@@ -154,7 +154,9 @@ class Call:
             gone = True
             task.cancel()
 
-        watcher = asyncio.get_running_loop().create_task(watch())
+        loop = asyncio.get_running_loop()
+        watchers: list[asyncio.Task[None]] = []
+        start = loop.call_later(WATCH_AFTER_S, lambda: watchers.append(loop.create_task(watch())))
         try:
             return await work
         except asyncio.CancelledError:
@@ -163,7 +165,9 @@ class Call:
             task.uncancel()
             raise ClientGone("the client disconnected before the answer") from None
         finally:
-            watcher.cancel()
+            start.cancel()
+            for watcher in watchers:
+                watcher.cancel()
 
 
 def _content_length(value: bytes | None) -> int:

@@ -82,6 +82,7 @@ class Carriers:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,  # nobody asks where a caller comes from
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=CLOSE_S,
                 backlog=BACKLOG,

@@ -5,6 +5,7 @@ Knows the answer's JSON and headers; knows neither text processing nor replicas.
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import msgspec
@@ -42,7 +43,7 @@ class EmbeddingsRoute:
         started = time.perf_counter()
         answer = await self._answer(card, plan, done)
         encode_s = time.perf_counter() - started
-        self._metrics.encode.observe(encode_s)
+        asyncio.get_running_loop().call_soon(self._metrics.encode.observe, encode_s)  # after the answer
         return Reply(200, answer, server_timing(call, done.tokenize_s, done.result.timing, encode_s))
 
     async def _answer(self, card: pb.ModelCard, plan: Plan, done: Embedded) -> bytes:

@@ -11,7 +11,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-from google.protobuf.message import Message
 
 from rose.client import Timing
 from rose.errors import InvalidInput, PayloadTooLarge
@@ -36,7 +35,7 @@ PROMPT_KEY = "rose-prompt"
 class Answered(NamedTuple):
     """An answer, and the prompts that were applied: what they are called in the metadata, and their names."""
 
-    message: Message
+    payload: bytes
     prompts: Mapping[str, str]
 
 
@@ -46,6 +45,7 @@ async def embed(front: Front, request: pb.EmbedRequest, deadline: float) -> Answ
     given, token_types, spans = _input(request, card, service.config.max_items)
     if isinstance(given, Texts):
         check_kinds(card, [output.name for output in output_cards(card, request.outputs)])
+    request.ClearField("model")  # a replica may know the model by another of its names
     job = EmbedJob(
         input=given,
         outputs=tuple(request.outputs),
@@ -54,16 +54,19 @@ async def embed(front: Front, request: pb.EmbedRequest, deadline: float) -> Answ
         token_types=token_types,
         spans=spans,
         priority=request.priority,
+        payload=b"" if isinstance(given, Texts) else request.SerializeToString(),
         deadline=deadline,
     )
     done = await service.embed(card, job)
+    if done.result.payload and not any(_weights(card, name) for name in done.result.outputs):
+        return Answered(done.result.payload, {})
     outputs = await for_numbers(numbers(done), _outputs, card, done, service.tokenizer.control_ids)
     answer = pb.EmbedResponse(
         outputs=outputs,
         prompt_tokens=done.tokens,
         timing=_timing(done.result.timing),
     )
-    return Answered(answer, {} if done.prompt_name is None else {PROMPT_KEY: done.prompt_name})
+    return Answered(answer.SerializeToString(), {} if done.prompt_name is None else {PROMPT_KEY: done.prompt_name})
 
 
 async def rerank(front: Front, request: pb.RerankRequest, deadline: float) -> Answered:
@@ -89,7 +92,7 @@ async def rerank(front: Front, request: pb.RerankRequest, deadline: float) -> An
         prompt_tokens=ranked.tokens,
         timing=_timing(ranked.timing),
     )
-    return Answered(answer, _prompts(ranked))
+    return Answered(answer.SerializeToString(), _prompts(ranked))
 
 
 async def score(front: Front, request: pb.ScoreRequest, deadline: float) -> Answered:
@@ -107,7 +110,7 @@ async def score(front: Front, request: pb.ScoreRequest, deadline: float) -> Answ
     answer = pb.ScoreResponse(
         scores=_shown(ranked, request.raw_scores), prompt_tokens=ranked.tokens, timing=_timing(ranked.timing)
     )
-    return Answered(answer, _prompts(ranked))
+    return Answered(answer.SerializeToString(), _prompts(ranked))
 
 
 def _prompts(ranked: Ranked) -> dict[str, str]:
@@ -163,8 +166,8 @@ def _input(
 def _outputs(card: pb.ModelCard, done: Embedded, control_ids: IntArray) -> list[pb.Output]:
     outputs: list[pb.Output] = []
     for name, values in done.result.outputs.items():
-        output = find_output(card, name)
-        if output is None or kind_of(output) != WEIGHTS:
+        output = _weights(card, name)
+        if output is None:
             splits = done.result.splits.get(name, ())
             outputs.append(pb.Output(name=name, values=tensor_to_proto(values), splits=splits))
             continue
@@ -172,6 +175,12 @@ def _outputs(card: pb.ModelCard, done: Embedded, control_ids: IntArray) -> list[
         found = lexical_items(weights, done.sequences, output.skip_tokens, control_ids)
         outputs += _lexical(name, found)
     return outputs
+
+
+def _weights(card: pb.ModelCard, name: str) -> pb.OutputCard | None:
+    """The card of an output of lexical weights, which are sent with the ids they belong to; None for any other."""
+    output = find_output(card, name)
+    return output if output is not None and kind_of(output) == WEIGHTS else None
 
 
 def _lexical(name: str, found: Sequence[Lexical]) -> list[pb.Output]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from types import TracebackType
+from typing import Self, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -93,14 +94,12 @@ class GrpcFront:
         """A call that costs model time: parse, run before the deadline, name the prompts."""
 
         async def method(raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
-            front, started = self._front, time.perf_counter()
+            front = self._front
             request = _parse(raw, kind, front.service.config.max_body_bytes)
             done = await run(front, request, _deadline(context, front.service.config.default_timeout_s))
             if done.prompts:
                 context.set_trailing_metadata(tuple(done.prompts.items()))
-            answer = done.message.SerializeToString()
-            log.debug("%s took %.3f ms", kind.DESCRIPTOR.name, (time.perf_counter() - started) * 1e3)
-            return answer
+            return done.payload
 
         return method
 
@@ -114,48 +113,21 @@ class GrpcFront:
 
     def _handler(self, name: str, method: Method) -> grpc.RpcMethodHandler:
         async def guarded(raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
-            async with self._boundary(name, raw, context):
+            async with _Boundary(self._front, name, context) as boundary:
+                boundary.take(raw)
                 return await method(raw, context)
 
         return grpc.unary_unary_rpc_method_handler(guarded)
 
     def _stream_handler(self, name: str, method: StreamMethod) -> grpc.RpcMethodHandler:
         async def guarded(raw: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[bytes, None]:
-            async with self._boundary(name, raw, context), aclosing(method(raw, context)) as answers:
-                async for answer in answers:
-                    yield answer
+            async with _Boundary(self._front, name, context) as boundary:
+                boundary.take(raw)
+                async with aclosing(method(raw, context)) as answers:
+                    async for answer in answers:
+                        yield answer
 
         return grpc.unary_stream_rpc_method_handler(guarded)
-
-    @asynccontextmanager
-    async def _boundary(self, name: str, raw: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-        """Counts a call, and turns every failure into the status of the error table with the Error beside it."""
-        front, started = self._front, time.perf_counter()
-        status = "CANCELLED"
-        taken = False
-        held = Held(front.bodies)
-        try:
-            front.lifecycle.begin()
-            taken = True
-            if not held.add(len(raw)):
-                raise held.refusal()
-            yield
-            status = "OK"
-        except (asyncio.CancelledError, GeneratorExit):
-            front.metrics.cancelled.inc()
-            raise
-        except RoseError as error:
-            status = error.grpc_status
-            await _abort(context, error)
-        except Exception:
-            log.exception("%s failed", name)
-            status = InternalError.grpc_status
-            await _abort(context, InternalError("an internal error; the server's log has its cause"))
-        finally:
-            held.release()
-            if taken:
-                front.lifecycle.end()
-            front.metrics.finished("grpc", name, status, time.perf_counter() - started)
 
     async def _follow(self) -> None:
         """Keep the health service true: SERVING only while the next request would be taken."""
@@ -176,6 +148,55 @@ class GrpcFront:
         states = health_pb2.HealthCheckResponse
         for name in ("", SERVICE):
             await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
+
+
+class _Boundary:
+    """Counts a call, and turns every failure into the status of the error table with the Error beside it."""
+
+    __slots__ = ("_context", "_front", "_held", "_name", "_started", "_taken")
+
+    def __init__(self, front: Front, name: str, context: grpc.aio.ServicerContext) -> None:
+        self._front, self._name, self._context = front, name, context
+        self._started = time.perf_counter()
+        self._held = Held(front.bodies)
+        self._taken = False
+
+    def take(self, raw: bytes) -> None:
+        """Raises Unavailable while draining, Overloaded where there is no room for the message."""
+        self._front.lifecycle.begin()
+        self._taken = True
+        if not self._held.add(len(raw)):
+            raise self._held.refusal()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        status, told = "OK", None
+        if isinstance(error, RoseError):
+            told = error
+        elif isinstance(error, Exception):
+            log.error("%s failed", self._name, exc_info=error)
+            told = InternalError("an internal error; the server's log has its cause")
+        elif error is not None:
+            status = "CANCELLED"
+            self._front.metrics.cancelled.inc()
+        try:
+            if told is not None:
+                status = told.grpc_status
+                await _abort(self._context, told)
+        finally:
+            self._end(status)
+
+    def _end(self, status: str) -> None:
+        front, seconds = self._front, time.perf_counter() - self._started
+        self._held.release()
+        if self._taken:
+            front.lifecycle.end()
+        # After the answer, which leaves when this returns.
+        asyncio.get_running_loop().call_soon(front.metrics.finished, "grpc", self._name, status, seconds)
 
 
 def _parse(raw: bytes, kind: type[M], limit: int) -> M:

@@ -5,6 +5,7 @@ Every refusal names the field, the item and the limit. Knows Python values; know
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -108,7 +109,7 @@ def _ids(ids: list[Any], index: int, vocab_size: int) -> IntArray:
             param=FIELD,
             index=index,
         )
-    return np.array(ids, dtype=np.int32)
+    return np.frombuffer(array("i", ids), dtype=np.int32)
 
 
 def _same_kind(items: list[Any], kind: type, name: str) -> None:

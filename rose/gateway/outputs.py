@@ -31,9 +31,11 @@ def find_output(card: pb.ModelCard, name: str) -> pb.OutputCard | None:
 
 def output_cards(card: pb.ModelCard, names: Sequence[str]) -> list[pb.OutputCard]:
     """The cards of the asked outputs, or of the default one."""
-    wanted = names or [card.default_output or (card.outputs[0].name if card.outputs else "")]
+    if not names:
+        default = find_output(card, card.default_output) if card.default_output else next(iter(card.outputs), None)
+        return [] if default is None else [default]
     by_name = {output.name: output for output in card.outputs}
-    return [by_name[name] for name in wanted if name in by_name]
+    return [by_name[name] for name in names if name in by_name]
 
 
 def check_outputs(card: pb.ModelCard, names: Sequence[str]) -> None:

@@ -23,6 +23,8 @@ class Part:
     Attributes:
         token_types: beside `sequences`, or None for all zero.
         spans: beside `sequences`, [n, 2] each, or None: see rose.v1.Spans.
+        payload: the EmbedRequest that says all this, where the request came as one: it goes on as it is, and its answer
+            keeps its bytes.
     """
 
     start: int
@@ -30,6 +32,7 @@ class Part:
     tokens: int
     token_types: Sequence[IntArray] | None = None
     spans: Sequence[IntArray] | None = None
+    payload: bytes = b""
 
 
 def cut_parts(
@@ -39,12 +42,13 @@ def cut_parts(
     *,
     token_types: Sequence[IntArray] | None = None,
     spans: Sequence[IntArray] | None = None,
+    payload: bytes = b"",
 ) -> list[Part]:
     """Runs of consecutive items, of at most `max_tokens` tokens (a longer item goes alone) and `max_items` items."""
     lengths = [len(sequence) for sequence in sequences]
     total = sum(lengths)
     if total <= max_tokens and len(lengths) <= max_items:
-        return [Part(0, sequences, total, token_types, spans)]
+        return [Part(0, sequences, total, token_types, spans, payload)]
 
     def part(start: int, end: int, tokens: int) -> Part:
         types = None if token_types is None else token_types[start:end]

@@ -13,7 +13,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from rose.client import AsyncClient, EmbedResult
-from rose.client.messages import count_tokens
+from rose.client.messages import count_tokens, parse_embed
 from rose.errors import DeadlineExceeded, RoseError, Unavailable, from_kind
 from rose.gateway.parts import Part
 from rose.proto import rose_pb2 as pb
@@ -101,6 +101,9 @@ class Replica:
         self.outstanding_tokens += part.tokens
         self.outstanding_parts += 1
         try:
+            if part.payload:
+                answer = await client.embed_payload(part.payload, part.tokens, deadline_s=deadline_s)
+                return EmbedResult.from_message(parse_embed(answer), answer)
             return await client.embed(
                 part.sequences,
                 outputs=outputs,

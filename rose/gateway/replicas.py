@@ -109,6 +109,7 @@ class ReplicaPool:
         priority: pb.Priority.ValueType = pb.ONLINE,
         token_types: Sequence[IntArray] | None = None,
         spans: Sequence[IntArray] | None = None,
+        payload: bytes = b"",
         deadline: float,
     ) -> EmbedResult:
         """Run sequences, whatever their number, and give their rows back in order.
@@ -116,6 +117,7 @@ class ReplicaPool:
         Args:
             token_types: beside the sequences; None for all zero.
             spans: [n, 2] beside each sequence: pooled outputs have a row a span, with splits.
+            payload: see `Part`; of no use where the sequences make several parts.
             deadline: loop.time() after which nobody wants the answer.
 
         Raises:
@@ -124,7 +126,7 @@ class ReplicaPool:
         job = _Job(tuple(outputs), dimensions, priority, deadline)
         ready = self.require_ready()
         max_tokens, max_items = self._limits(sequences, job.outputs, ready)
-        parts = cut_parts(sequences, max_tokens, max_items, token_types=token_types, spans=spans)
+        parts = cut_parts(sequences, max_tokens, max_items, token_types=token_types, spans=spans, payload=payload)
         if len(parts) == 1:
             return await self._run(parts[0], job)
         answers: list[EmbedResult | None] = [None] * len(parts)

@@ -44,6 +44,7 @@ class EmbedJob:
         cut_to: cut longer inputs to this many tokens, -1 for the model's limit; None refuses them.
         cut_field: how the caller could ask for longer inputs to be cut, as errors say it; "" where there is no way.
         split_long_inputs: embed longer inputs in pieces and average them; see pieces.py.
+        payload: the EmbedRequest of all this, where it came as one of token ids.
         deadline: loop.time() after which nobody wants the answer.
     """
 
@@ -59,6 +60,7 @@ class EmbedJob:
     split_special_tokens: bool = False
     split_long_inputs: bool = False
     priority: pb.Priority.ValueType = pb.ONLINE
+    payload: bytes = b""
     deadline: float
 
 
@@ -132,9 +134,9 @@ class EmbedService:
         tokens = sum(map(len, run))
         check_tokens(tokens, self.config.max_request_tokens, FIELD)
         check_size(card, job.outputs, tokens)
-        asked = output_cards(card, job.outputs)
+        asked = output_cards(card, job.outputs) if job.dimensions else []
         # The engine cuts all outputs or none; what is to be left whole beside a vector comes with it uncut.
-        here = job.dimensions > 0 and any(map(is_cut, asked)) and not all(map(is_cut, asked))
+        here = any(map(is_cut, asked)) and not all(map(is_cut, asked))
         try:
             result = await self.pool.embed(
                 run,
@@ -143,6 +145,7 @@ class EmbedService:
                 priority=job.priority,
                 token_types=job.token_types,
                 spans=job.spans,
+                payload=b"" if here or pieces is not None else job.payload,
                 deadline=job.deadline,
             )
         except RoseError as error:
@@ -150,7 +153,7 @@ class EmbedService:
         if pieces is not None:
             normalized = {output.name: output.normalized for output in card.outputs}
             outputs = {name: pieces.merge(rows, normalized=normalized[name]) for name, rows in result.outputs.items()}
-            result = replace(result, outputs=outputs)
+            result = replace(result, outputs=outputs, payload=b"")
         if here:
             result = replace(result, outputs={**result.outputs, **_cut(asked, result, job.dimensions)})
         self.count(len(sequences), tokens, tokenize_s, result.timing)
@@ -215,7 +218,10 @@ class EmbedService:
         return sequences
 
     def count(self, items: int, tokens: int, tokenize_s: float, timing: Timing) -> None:
-        """Into the metrics, once a request is answered."""
+        """Into the metrics, once a request is answered: the answer goes first."""
+        asyncio.get_running_loop().call_soon(self._count, items, tokens, tokenize_s, timing)
+
+    def _count(self, items: int, tokens: int, tokenize_s: float, timing: Timing) -> None:
         metrics = self._metrics
         metrics.items.inc(items)
         metrics.tokens.inc(tokens)
