@@ -19,7 +19,15 @@ from rose.kernels.quantize import FP8
 from rose.kernels.scaled_mm import dequantize
 from rose.layers.quantized import CodedRMSNorm, QuantizedLinear
 from tests.support.running import embed, load, logits_of, random_sequences
-from tests.support.tiny_checkpoints import Dense, edit_json, read_json, tiny_bert, tiny_qwen3, tiny_xlm_roberta
+from tests.support.tiny_checkpoints import (
+    Dense,
+    edit_json,
+    read_json,
+    tiny_bert,
+    tiny_qwen3,
+    tiny_xlm_roberta,
+    write_json,
+)
 from tests.support.tiny_families import tiny_bge_m3, tiny_cross_encoder_xlmr, tiny_qwen3_reranker
 from tests.support.tiny_language_models import tiny_lm
 from tests.support.tiny_qwen3_5 import tiny_qwen3_5
@@ -356,3 +364,18 @@ def test_the_gate_holds_over_all_texts_too(tmp_path):
     assert report["measures"] == {"texts": 3.0}
     assert report["over_all_texts"] == {"texts": 12.0}
     assert not (tmp_path / "made").exists()
+
+
+def test_a_backbone_in_a_folder_of_its_own(tmp_path):
+    path = tiny_bert(tmp_path / "plain", **WIDE)
+    (path / "0_Transformer").mkdir()
+    for own in [p for p in path.iterdir() if p.is_file() and not p.name.startswith(("modules", "config_sentence"))]:
+        own.rename(path / "0_Transformer" / own.name)
+    modules = read_json(path / "modules.json")
+    modules[0]["path"] = "0_Transformer"
+    write_json(path / "modules.json", modules)
+    made(path, tmp_path / "made", "fp8-tensor")
+    files = sorted(p.name for p in (tmp_path / "made" / "0_Transformer").iterdir())
+    assert files == sorted(p.name for p in (path / "0_Transformer").iterdir())
+    assert not (tmp_path / "made" / "config.json").exists()
+    assert len(quantised(load(tmp_path / "made"))) == 8
