@@ -18,6 +18,8 @@ from rose.kernels.sample import MIN_TEMPERATURE
 
 # (row, ids it may not draw)
 Bans = Items[tuple[int, tuple[int, ...]]]
+# The message holds larger numbers than the array; either is all of any vocabulary.
+MOST_K = (1 << 31) - 1
 _FREE: tuple[int, tuple[int, ...]] = (0, ())
 
 
@@ -90,7 +92,7 @@ class Lanes:
         self._counts[lane] = 0
         self.prompt_length[lane] = sequence.prompt_length
         self.temperature[lane] = sampling.temperature
-        self.top_k[lane] = sampling.top_k
+        self.top_k[lane] = min(sampling.top_k, MOST_K)
         self.top_p[lane] = sampling.top_p
         self.min_p[lane] = sampling.min_p
         self.seeds[lane] = np.uint64(sampling.seed or 0).astype(np.int64)  # the same 64 bits, seen with a sign

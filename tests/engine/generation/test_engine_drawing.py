@@ -41,6 +41,19 @@ def test_a_seed_draws_the_same_tokens_whatever_the_company(device, folder, engin
     small.close()
 
 
+def test_a_top_k_beyond_any_vocabulary_is_all_of_it(engine):
+    """The message holds 32 bits without a sign; whoever shares its batch goes on."""
+    ids = prompts([21])[0]
+    everything = generate(engine, [ids], seed=7, **SAMPLED)[0].tokens
+    driver = Driver(engine)
+    bystander = driver.add(ids, max_new_tokens=16)
+    for top_k in (1 << 31, (1 << 32) - 1):
+        driver.add(ids, seed=7, top_k=top_k, **SAMPLED)
+    answers = driver.run()
+    assert [answer.tokens for id_, answer in answers.items() if id_ != bystander] == [everything] * 2
+    assert len(answers[bystander].tokens) == 16
+
+
 def test_seeds_differ_and_none_draws_its_own(engine):
     ids = prompts([21])[0]
     driver = Driver(engine)
