@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 
 from rose.errors import InvalidInput
 from rose.gateway.inputs import show
@@ -57,9 +57,11 @@ class SamplingOptions:
         """Raises InvalidInput naming the first field that cannot work, its value and its limit."""
         most = self.max_new_tokens or _MAX_COUNT
         self._number("max_new_tokens", 0 <= self.max_new_tokens <= _MAX_COUNT, f"1 to {_MAX_COUNT}")
-        self._number("temperature", _is_float32(self.temperature) and self.temperature >= 0, "0 or more")
+        heat = _float32(self.temperature)
+        self._number("temperature", isfinite(heat) and heat >= 0, "0 or more, as a 32-bit number")
         self._number("top_k", 0 <= self.top_k <= _MAX_COUNT, f"0 (all) to {_MAX_COUNT}")
-        self._number("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1")
+        kept = _float32(self.top_p) > 0 and self.top_p <= 1
+        self._number("top_p", kept, "more than 0 (as a 32-bit number) and at most 1")
         self._number("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
         self._number("seed", self.seed is None or 0 <= self.seed <= MAX_SEED, f"0 to {MAX_SEED}")
         fits = f"0 to {self._name('max_new_tokens')} ({most})"
@@ -122,9 +124,10 @@ class SamplingOptions:
             raise InvalidInput(f"{name} of {shown}: expected {expected}", param=name)
 
 
-def _is_float32(number: float) -> bool:
-    """Whether it stays finite in the message."""
+def _float32(number: float) -> float:
+    """As the message carries it; infinite where it cannot."""
     try:
-        return isfinite(number) and isfinite(struct.unpack("<f", struct.pack("<f", number))[0])
+        rounded: float = struct.unpack("<f", struct.pack("<f", number))[0]
     except OverflowError:
-        return False
+        return inf
+    return rounded
