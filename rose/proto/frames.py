@@ -76,7 +76,8 @@ def deadline_to_ms(deadline_s: float | None) -> int:
         return 0
     if not deadline_s > 0:
         raise InvalidInput(f"deadline of {deadline_s} s: expected a positive number of seconds", param="deadline")
-    return MAX_DEADLINE_MS if deadline_s * 1000 >= MAX_DEADLINE_MS else max(1, math.ceil(deadline_s * 1000))
+    # The difference of two clock readings is off by some 1e-10 s: that must not round 150 ms up to 151.
+    return MAX_DEADLINE_MS if deadline_s * 1000 >= MAX_DEADLINE_MS else max(1, math.ceil(deadline_s * 1000 - 1e-3))
 
 
 def decode_header(

@@ -101,6 +101,7 @@ def test_deadlines_in_milliseconds():
     assert deadline_to_ms(None) == 0
     assert deadline_to_ms(1e-9) == 1
     assert deadline_to_ms(0.0011) == 2
+    assert all(deadline_to_ms(clock + 0.15 - clock) == 150 for clock in (17.3, 12345.678, 98765432.1))
     assert deadline_to_ms(1e12) == MAX_DEADLINE_MS
     assert deadline_to_ms(float("inf")) == MAX_DEADLINE_MS
     for bad in (0.0, -1.0, float("nan")):
