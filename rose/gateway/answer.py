@@ -57,6 +57,7 @@ class Answer:
     Args:
         stops: strings that end it.
         min_tokens: text of so many tokens is not searched for them.
+        after: tokens whose text this one goes on from; none for a text of its own.
 
     Attributes:
         completion_tokens: so far; an end token is among them, and so is the one that completed a stop string.
@@ -65,12 +66,12 @@ class Answer:
         timing: of the engine; all zero where it did not get to say.
     """
 
-    def __init__(self, texts: TokenTexts, stops: Sequence[str], min_tokens: int = 0) -> None:
+    def __init__(self, texts: TokenTexts, stops: Sequence[str], min_tokens: int = 0, after: Sequence[int] = ()) -> None:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.stop = ""
         self.timing = Timing(0.0, 0.0, 0)
-        self._stream = texts.stream()
+        self._stream = texts.stream(after)
         self._stops = StopStrings(stops)
         self._min_tokens = min_tokens
         self._decoded = 0  # characters of all tokens so far

@@ -66,6 +66,7 @@ class ChatRoute:
             sampling=sampling,
             choices=choices,
             field="messages",
+            goes_on=False,
             priority=PRIORITIES[request.priority],
             deadline=deadline,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer, decoders
@@ -16,6 +17,8 @@ from tokenizers import Tokenizer, decoders
 REPLACEMENT = "\ufffd"
 # No character takes more tokens than it has bytes, which is four; what is still unreadable after these never will be.
 MAX_PENDING = 8
+# Tokens of a text's own past that a window of it looks back on: any that says something keeps the next one's blank.
+PAST_TOKENS = 8
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -43,11 +46,16 @@ class TokenTexts:
         self._added = {number: token.content.encode() for number, token in added.items()}
         self._known: dict[int, bytes] = {}
 
-    def stream(self) -> TextStream:
-        """Of a sequence whose special tokens are left out of its text."""
+    def stream(self, after: Sequence[int] = ()) -> TextStream:
+        """Of a sequence whose special tokens are left out of its text.
+
+        Args:
+            after: what the text goes on from. A vocabulary of word beginnings drops the blank before a text's first
+                word, and what continues a text is not its beginning.
+        """
         if self._byte_level:
             return _Bytes(self, self._special)
-        return _Window(self._tokenizer, self._special)
+        return _Window(self._tokenizer, self._special, after)
 
     def bytes_of(self, number: int) -> bytes:
         """The bytes of one token by itself; none for an id that is no token."""
@@ -94,12 +102,17 @@ class _Window:
     What is new is what the window says beyond what it said without its newest tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, left_out: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, left_out: frozenset[int], after: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._left_out = left_out
-        self._before: list[int] = []  # given out already
         self._pending: list[int] = []
-        self._said = ""  # by `_before` alone
+        # Given out already, and what that says alone.
+        self._before = [number for number in after[-PAST_TOKENS:] if number not in left_out]
+        self._said = self._text(self._before)
+        while REPLACEMENT in self._said:
+            # Half a character, cut off here or by the prompt's own end: new bytes would be read with its.
+            del self._before[0]
+            self._said = self._text(self._before)
 
     def add(self, number: int) -> str:
         if number in self._left_out:

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import msgspec
 
+from rose.errors import PayloadTooLarge
 from rose.gateway.answer import STOP, Delta, TokenInfo
 from rose.gateway.asgi import Call, Reply, StreamReply
 from rose.gateway.generating import Run
@@ -24,6 +25,8 @@ from rose.gateway.timing import server_timing
 
 _encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
+# Log probabilities of an answer that is no stream: at some 110 bytes each as objects and 80 as JSON, less than 1 GB.
+MAX_LOGPROBS_HELD = 1 << 22
 
 
 @dataclass(slots=True)
@@ -56,6 +59,8 @@ class Dialect(Protocol):
 
 
 async def whole_reply(call: Call, run: Run, dialect: Dialect, tokenize_s: float) -> Reply:
+    """Once the last token is there. Raises PayloadTooLarge, and whatever the run fails with."""
+    _check_held(run)
     answers = [Whole() for _ in run.answers]
     texts: list[list[str]] = [[] for _ in run.answers]
     async with aclosing(run.deltas()) as deltas:
@@ -69,6 +74,20 @@ async def whole_reply(call: Call, run: Run, dialect: Dialect, tokenize_s: float)
     started = time.perf_counter()
     body = _encode(dialect.whole(run, answers, usage_of(run)))
     return Reply(200, body, server_timing(call, tokenize_s, run.timing, time.perf_counter() - started))
+
+
+def _check_held(run: Run) -> None:
+    """Raises PayloadTooLarge: texts are small, but a number of the caller's choosing for each token has to be held."""
+    wanted = run.job.sampling.logprobs
+    if wanted is None:
+        return
+    held = run.longest_answers * (1 + wanted)
+    if held > MAX_LOGPROBS_HELD:
+        raise PayloadTooLarge(
+            f"{run.longest_answers} tokens at most, each with {1 + wanted} log probabilities, make {held}; the limit of"
+            f" an answer that is no stream is {MAX_LOGPROBS_HELD}: ask for fewer tokens, or for a stream",
+            param=run.job.sampling.names.get("logprobs", "logprobs"),
+        )
 
 
 async def stream_reply(run: Run, dialect: Dialect) -> StreamReply:

@@ -16,6 +16,7 @@ from rose.client import Timing
 from rose.errors import InvalidInput, RoseError, from_kind
 from rose.gateway.answer import Answer, Delta
 from rose.gateway.chat_prompt import ChatPrompt, Message
+from rose.gateway.detokenize import PAST_TOKENS
 from rose.gateway.facts import ModelFacts
 from rose.gateway.metrics import Metrics
 from rose.gateway.replica import Replica
@@ -41,6 +42,7 @@ class GenerateJob:
         choices: answers to each prompt.
         field: what the caller calls the prompts.
         listed: whether errors name the number of a prompt.
+        goes_on: answers are read behind their prompts, as one text; else each is a text of its own.
         deadline: loop.time() after which nobody wants more.
     """
 
@@ -49,6 +51,7 @@ class GenerateJob:
     choices: int = 1
     field: str = PROMPT
     listed: bool = False
+    goes_on: bool = True
     priority: pb.Priority.ValueType = pb.ONLINE
     deadline: float
 
@@ -164,7 +167,11 @@ class Run:
         count = len(job.prompts) * job.choices
         self.job = job
         self.texts = service.texts
-        self.answers = [Answer(service.texts, sampling.stop, sampling.min_new_tokens) for _ in range(count)]
+        pasts = [prompt[-PAST_TOKENS:].tolist() if job.goes_on else [] for prompt in job.prompts]
+        self.answers = [
+            Answer(service.texts, sampling.stop, sampling.min_new_tokens, pasts[number // job.choices])
+            for number in range(count)
+        ]
         self._pool = service.service.pool
         self._left = left
         self._metrics = metrics
@@ -173,6 +180,11 @@ class Run:
     def logprobs(self) -> bool:
         """Whether log probabilities were asked for."""
         return self.job.sampling.logprobs is not None
+
+    @property
+    def longest_answers(self) -> int:
+        """Tokens of all answers, where nothing ends them early."""
+        return sum(self._left) * self.job.choices
 
     @property
     def prompt_tokens(self) -> int:

@@ -33,7 +33,14 @@ async def generate(
     sampling = _sampling(request.sampling)
     sampling.check(card.vocab_size)
     prompt, field = await _prompt(front, card, request, deadline)
-    job = GenerateJob(prompts=[prompt], sampling=sampling, field=field, priority=request.priority, deadline=deadline)
+    job = GenerateJob(
+        prompts=[prompt],
+        sampling=sampling,
+        field=field,
+        goes_on=field != "messages",
+        priority=request.priority,
+        deadline=deadline,
+    )
     run = service.run(card, job)
     async with aclosing(run.deltas()) as deltas:
         async for _, delta in deltas:

@@ -100,7 +100,8 @@ class Pages:
         return Model(
             id=card.model,
             created=self._started,
-            max_model_len=longest(card),
+            # A prompt is cut into chunks by the engine itself: the size of a batch bounds texts to embed only.
+            max_model_len=card.max_tokens if card.generates else longest(card),
             max_items=config.max_items,
             max_body_bytes=config.max_body_bytes,
             dimension=_dimension(card),

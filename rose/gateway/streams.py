@@ -100,7 +100,8 @@ async def side_by_side(
             async for each in only:
                 yield 0, each
         return
-    arrived: asyncio.Queue[tuple[int, T | None, BaseException | None]] = asyncio.Queue()
+    # Bounded: behind a caller who reads slowly, tokens wait as joined bytes at the link, not as objects here.
+    arrived: asyncio.Queue[tuple[int, T | None, BaseException | None]] = asyncio.Queue(len(streams))
     begun = [asyncio.Event() for _ in streams]
 
     async def run(number: int) -> None:
@@ -111,11 +112,11 @@ async def side_by_side(
             async with contextlib.aclosing(streams[number]) as own:
                 async for item in own:
                     begun[number].set()
-                    arrived.put_nowait((number, item, None))
+                    await arrived.put((number, item, None))
         except Exception as error:  # noqa: BLE001 (raised again, by whoever takes it from the queue)
             failure = error
         begun[number].set()
-        arrived.put_nowait((number, None, failure))
+        await arrived.put((number, None, failure))
 
     tasks = [asyncio.get_running_loop().create_task(run(number)) for number in range(len(streams))]
     try:

@@ -371,6 +371,12 @@ def test_an_embedder_continues_nothing(request):
     assert shared.client.get("/v1/models").json()["data"][0]["task"] == "embed"
 
 
+def test_the_length_told_is_that_of_an_answer_and_not_of_a_batch(folder):
+    with generating_front(folder, card={"max_batch_tokens": 64}) as tiny:
+        assert tiny.client.get("/v1/models").json()["data"][0]["max_model_len"] == MAX_TOKENS
+        assert tiny.complete([5] * (MAX_TOKENS - 4), max_tokens=4).status_code == 200
+
+
 @pytest.fixture
 def embedder(text_folder):
     from tests.gateway.conftest import card_for, live_front

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 
 import pytest
 
 from rose.errors import InternalError, InvalidInput, NonFinite, Overloaded, Unavailable
+from rose.gateway.streams import side_by_side
 from tests.gateway.generating import ANSWER, error_of, events, generating_front, make_folder, wait_for, whole_events
 
 
@@ -170,6 +173,45 @@ def test_a_slow_reader_holds_up_nobody(tiny):
     finally:
         for connection in connections:
             connection.close()
+
+
+def test_log_probabilities_of_an_answer_that_is_no_stream_have_a_limit(tiny, monkeypatch):
+    """21 numbers a token, of as many tokens as a request may ask for, would be gigabytes."""
+    monkeypatch.setattr("rose.gateway.generate_reply.MAX_LOGPROBS_HELD", 1000)
+    told = tiny.complete(max_tokens=100, n=2, logprobs=4)
+    assert told.status_code == 200
+    refused = tiny.complete(max_tokens=101, n=2, logprobs=4)
+    assert refused.status_code == 413
+    assert error_of(refused)["param"] == "logprobs"
+    assert "202 tokens at most, each with 5 log probabilities, make 1010" in error_of(refused)["message"]
+    chat = tiny.chat(logprobs=True, top_logprobs=20)
+    assert (chat.status_code, error_of(chat)["param"]) == (413, "top_logprobs")
+    assert tiny.complete(max_tokens=101, n=2, logprobs=4, stream=True).status_code == 200
+    assert len(tiny.engine.generated) == 4
+
+
+def test_tokens_of_several_answers_wait_as_bytes_behind_a_slow_reader():
+    """The streams are not read ahead of whoever takes their items."""
+    made = [0, 0]
+
+    async def stream(number):
+        while made[number] < 100:
+            made[number] += 1
+            yield made[number]
+
+    async def read():
+        taken = []
+        async with contextlib.aclosing(side_by_side([stream(0), stream(1)])) as items:
+            async for number, item in items:
+                taken.append((number, item))
+                for _ in range(20):
+                    await asyncio.sleep(0)  # slower than what it reads
+                assert sum(made) <= len(taken) + 4
+        return taken
+
+    taken = asyncio.run(read())
+    for number in (0, 1):
+        assert [item for of, item in taken if of == number] == list(range(1, 101))
 
 
 def test_an_internal_fault_is_told_without_its_cause(tiny, monkeypatch):

@@ -76,6 +76,30 @@ def test_pieces_are_the_whole_and_never_half_a_character(tokenizer, text):
     assert not any(REPLACEMENT in piece for piece in pieces)
 
 
+@pytest.mark.parametrize("text", [*TEXTS, "the river the river", "the  river", "the river, the sea."])
+def test_a_text_goes_on_where_its_prompt_ended(tokenizer, text):
+    """Prompt and answer together are the text of all tokens: the first word of an answer keeps its blank."""
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    for cut in range(1, len(ids)):
+        before = tokenizer.decode(ids[:cut])
+        if REPLACEMENT in before:
+            continue
+        stream = texts.stream(ids[:cut])
+        after = [*(stream.add(number) for number in ids[cut:]), stream.finish()]
+        assert before + "".join(after) == tokenizer.decode(ids), cut
+
+
+def test_special_tokens_are_no_past():
+    tokenizer = sentence_pieces()
+    the, begin = tokenizer.token_to_id("▁the"), tokenizer.token_to_id("<s>")
+    texts = TokenTexts(tokenizer)
+    assert texts.stream([begin]).add(the) == "the"
+    assert texts.stream([the, begin]).add(the) == " the"
+    half = tokenizer.token_to_id("<0xE7>")
+    assert texts.stream([the, half]).add(the) == "the"
+
+
 def test_text_is_given_out_as_soon_as_it_is_certain():
     tokenizer = byte_level()
     ids = tokenizer.encode("a猫b", add_special_tokens=False).ids
