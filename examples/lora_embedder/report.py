@@ -68,11 +68,11 @@ def _about(results: Mapping[str, Any]) -> list[str]:
     )
     calibration = results["calibration"]
     share = calibration["parameters_quantised"] / calibration["parameters_of_layers"]
+    held_out, measures = calibration["texts"]["held_out"], calibration["measures"]
     coded = (
-        f"`rose calibrate`, {calibration['scheme']}: {share:.0%} of the linear layers' weights in 8 bits, the rest kept "
-        f"plain so that the gate {calibration['gate']} holds; on {calibration['texts']['held_out']} texts held out, "
-        f"smallest cosine with the trained model {calibration['measures']['min_cosine']:.4f}, mean "
-        f"{calibration['measures']['mean_cosine']:.4f}."
+        f"`rose calibrate`, {calibration['scheme']}: {share:.0%} of the linear layers' weights in 8 bits, the rest "
+        f"kept plain so that the gate {calibration['gate']} holds; on {held_out} texts held out, smallest cosine with "
+        f"the trained model {measures['min_cosine']:.4f}, mean {measures['mean_cosine']:.4f}."
     )
     where = (
         f"Measured {results['date']} at commit {results['commit']} on {results['logical_cpus']} logical CPUs "
