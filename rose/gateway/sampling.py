@@ -58,7 +58,7 @@ class SamplingOptions:
         most = self.max_new_tokens or _MAX_COUNT
         self._number("max_new_tokens", 0 <= self.max_new_tokens <= _MAX_COUNT, f"1 to {_MAX_COUNT}")
         heat = _float32(self.temperature)
-        self._number("temperature", isfinite(heat) and heat >= 0, "0 or more, as a 32-bit number")
+        self._number("temperature", isfinite(heat) and heat >= 0, "0 or more, up to 3.4e+38")
         self._number("top_k", 0 <= self.top_k <= _MAX_COUNT, f"0 (all) to {_MAX_COUNT}")
         kept = _float32(self.top_p) > 0 and self.top_p <= 1
         self._number("top_p", kept, "more than 0 (as a 32-bit number) and at most 1")
