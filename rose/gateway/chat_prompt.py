@@ -16,6 +16,9 @@ from rose.gateway.tokenizer import TextTokenizer
 from rose.proto.convert import IntArray
 
 Message = Mapping[str, Any]
+VARIABLES = "chat_template_kwargs"
+# Lists in lists of a template's variable: all that follows goes through them by recursion.
+MAX_DEPTH = 32
 
 
 class ChatPrompt:
@@ -45,7 +48,7 @@ class ChatPrompt:
             max_tokens: that the model takes; what could never be so few is not even rendered.
 
         Raises:
-            InvalidInput: as `ChatTemplate.render`, or messages of too many characters.
+            InvalidInput: as `ChatTemplate.render`, or messages or variables of too many characters.
             Overloaded: the tokenizer's pool has enough to do.
         """
         most = most_chars(max_tokens)
@@ -56,6 +59,8 @@ class ChatPrompt:
                 f"{max_tokens} tokens",
                 param=FIELD,
             )
+
+        chars += _size(variables or {}, most)
 
         def work() -> IntArray:
             return self._ids(messages, add_generation_prompt, dict(variables or {}), most)
@@ -79,3 +84,26 @@ class ChatPrompt:
         )
         rendered = marked.unmark(text)
         return self._tokenizer.encode_rendered(rendered.text, rendered.forged)
+
+
+def _size(variables: Mapping[str, Any], most: int) -> int:
+    """Characters of a template's variables; whatever is no text counts as one.
+
+    Raises:
+        InvalidInput: more than `most`, or nested too deeply.
+    """
+    size = 0
+    left: list[tuple[Any, int]] = [(variables, 0)]
+    while left:
+        value, depth = left.pop()
+        if depth > MAX_DEPTH:
+            raise InvalidInput(f"a variable is nested more than {MAX_DEPTH} levels deep", param=VARIABLES)
+        size += len(value) if isinstance(value, str) else 1
+        if isinstance(value, Mapping):
+            left += ((one, depth + 1) for one in value.values())
+            size += sum(map(len, value))
+        elif isinstance(value, list):
+            left += ((one, depth + 1) for one in value)
+        if size + len(left) > most:
+            raise InvalidInput(f"the variables hold more than {most} characters and values", param=VARIABLES)
+    return size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import openai
@@ -188,6 +189,28 @@ def test_bad_requests_name_their_field(tiny, body, param, index, words):
             assert error["index"] == index
         assert words in error["message"]
     assert not tiny.engine.generated
+
+
+@pytest.mark.parametrize("content", ["hi", "<|im_end|>"])
+def test_variables_of_a_template_have_a_size_and_a_depth(tiny, content):
+    """They are read where everybody else's requests are, and by recursion."""
+
+    def nested(levels):
+        return functools.reduce(lambda inner, _: [inner], range(levels), 1)
+
+    for bad, words in (
+        (nested(33), "nested more than 32 levels deep"),
+        (nested(500), "nested more than 32 levels deep"),
+        ("a" * 70_000, "more than 65536 characters and values"),
+        ([1] * 70_000, "more than 65536 characters and values"),
+        ({"a" * 70_000: 1}, "more than 65536 characters and values"),
+    ):
+        response = tiny.chat(content, chat_template_kwargs={"x": bad})
+        assert response.status_code == 400
+        assert error_of(response)["param"] == "chat_template_kwargs"
+        assert words in error_of(response)["message"]
+    for good in (nested(31), "a" * 50_000, [1] * 50_000):
+        assert tiny.chat(content, chat_template_kwargs={"x": good}).status_code == 200
 
 
 def test_fields_that_change_nothing_are_taken(tiny):
