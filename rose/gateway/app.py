@@ -115,8 +115,7 @@ class HttpFront:
             held.release()
             if taken:
                 self._lifecycle.end()
-            # After the answer: what is written here leaves when the loop's turn ends.
-            asyncio.get_running_loop().call_soon(self._metrics.finished, "http", call.path, status, call.elapsed())
+            self._metrics.finished("http", call.path, status, call.elapsed())
 
     async def _send_events(self, call: Call, reply: StreamReply, send: Send) -> int:
         def failed(error: Exception) -> tuple[int, bytes]:

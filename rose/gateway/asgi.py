@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 # A body that stops coming must not hold a request, and with it a drain, open for ever.
 BODY_TIMEOUT_S = 60.0
+LATE = "the body is late"
 # A refused body is still read up to this many times the limit, so that the caller reads an answer, not a reset.
 DISCARD_FACTOR = 4
 # A caller who leaves is looked for after this long: most answers come sooner, and a task costs as much as their JSON.
@@ -107,11 +108,18 @@ class Call:
         announced = _content_length(self.header(b"content-length"))
         if announced > limit and self.header(b"expect") is not None:
             raise _too_large(announced, limit)  # nothing has been sent yet, so there is nothing to read away
+        task = asyncio.current_task()
+        assert task is not None  # ASGI applications run in tasks
+        # What asyncio.timeout does, at a tenth of its price.
+        alarm = asyncio.get_running_loop().call_later(BODY_TIMEOUT_S, task.cancel, LATE)
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await self._read(limit, announced, held)
-        except TimeoutError:
+            return await self._read(limit, announced, held)
+        except asyncio.CancelledError as error:
+            if error.args != (LATE,) or task.uncancel():
+                raise
             raise InvalidInput(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+        finally:
+            alarm.cancel()
 
     async def _read(self, limit: int, announced: int, held: Held) -> bytes:
         chunks: list[bytes] = []

@@ -17,6 +17,7 @@ from rose.config.serving import GatewayConfig
 from rose.errors import StartupError
 from rose.gateway.front import Front
 from rose.gateway.grpc_front import GrpcFront
+from rose.gateway.one_write import OneWrite
 
 BACKLOG = 2048
 # Load balancers keep idle connections for a minute or so; closing first would race with their next request.
@@ -76,7 +77,7 @@ class Carriers:
         self._http = _Http(
             uvicorn.Config(
                 self._front.http,
-                http="httptools",
+                http=OneWrite,
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -5,7 +5,7 @@ Knows JSON values and the model card; knows neither text processing nor answers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,8 +23,7 @@ CUT_FIELD = "truncate=true"
 decoder = msgspec.json.Decoder(EmbeddingRequest)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """What to compute, and how its answer is written.
 
     Attributes:
@@ -38,8 +37,38 @@ class Plan:
     named: Named | None
 
 
+class Usual:
+    """Which form vectors take, and which outputs of the model that needs, as far as they depend on a request's options.
+
+    Most requests ask alike, so what is found is kept as long as the card stays the same.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[pb.ModelCard | None, dict[object, tuple[Form, tuple[str, ...]]]] = (None, {})
+
+    def find(self, card: pb.ModelCard, encoding: str | None, dtype: str | None) -> tuple[Form, tuple[str, ...]]:
+        """Raises as `make_plan`."""
+        of, known = self._known
+        if of is not card:
+            known = {}
+            self._known = (card, known)
+        found = known.get((encoding, dtype))
+        if found is None:
+            form = vector_form(card, encoding, dtype)
+            _check_one_row_a_text(card, form)
+            found = known[encoding, dtype] = (form, _sources(card, form))
+        return found
+
+
 def make_plan(
-    request: EmbeddingRequest, card: pb.ModelCard, max_items: int, max_ids: int, deadline: float, *, strict: bool
+    request: EmbeddingRequest,
+    card: pb.ModelCard,
+    usual: Usual,
+    max_items: int,
+    max_ids: int,
+    deadline: float,
+    *,
+    strict: bool,
 ) -> Plan:
     """
     Args:
@@ -50,12 +79,15 @@ def make_plan(
         InvalidInput, PayloadTooLarge: as parse_input does, and for a form, an output or dimensions that cannot be had.
         Unsupported: a model whose default output is no vector a text.
     """
-    form = vector_form(card, request.encoding_format, request.output_dtype)
-    dimensions = check_form_dimensions(request.dimensions, card, form, strict=strict)
-    named = _named(request, card, form)
-    if named is None:
-        _check_one_row_a_text(card, form)
-    outputs = named.sources() if named is not None else _sources(card, form)
+    named: Named | None = None
+    if request.outputs is None:
+        form, outputs = usual.find(card, request.encoding_format, request.output_dtype)
+        dimensions = check_form_dimensions(request.dimensions, card, form, strict=strict)
+    else:
+        form = vector_form(card, request.encoding_format, request.output_dtype)
+        dimensions = check_form_dimensions(request.dimensions, card, form, strict=strict)
+        named = _named(request, request.outputs, card, form)
+        outputs = named.sources()
     split = bool(request.split_long_inputs)
     # The engine cuts where all that it computes is to be cut, and nothing is averaged afterwards.
     cut = 0 if form.engine_cuts and outputs in ((), (form.source,)) and not split else dimensions
@@ -91,19 +123,17 @@ def check_form_dimensions(dimensions: int | None, card: pb.ModelCard, form: Form
     return dimensions or 0
 
 
-def _named(request: EmbeddingRequest, card: pb.ModelCard, form: Form) -> Named | None:
-    if request.outputs is None:
-        return None
-    if not request.outputs:
+def _named(request: EmbeddingRequest, outputs: list[str], card: pb.ModelCard, form: Form) -> Named:
+    if not outputs:
         raise InvalidInput("the list is empty: name at least one output, or leave it out", param="outputs")
-    check_outputs(card, request.outputs)
-    check_kinds(card, request.outputs)
+    check_outputs(card, outputs)
+    check_kinds(card, outputs)
     default = next((output.name for output in output_cards(card, ())), "")
-    if default not in request.outputs:
+    if default not in outputs:
         for name, given in (("dimensions", request.dimensions), ("output_dtype", request.output_dtype)):
             if given:
                 raise InvalidInput(f"{name} is about the output {default!r}, which was not asked for", param=name)
-    return Named(tuple(request.outputs), default, form, request.sparse_format or "ids")
+    return Named(tuple(outputs), default, form, request.sparse_format or "ids")
 
 
 def _sources(card: pb.ModelCard, form: Form) -> tuple[str, ...]:

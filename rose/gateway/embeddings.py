@@ -11,7 +11,7 @@ import time
 import msgspec
 
 from rose.gateway.asgi import Call, Reply
-from rose.gateway.embedding_request import Plan, decoder, make_plan
+from rose.gateway.embedding_request import Plan, Usual, decoder, make_plan
 from rose.gateway.forms import cut_rows
 from rose.gateway.json_body import off_loop, read_body
 from rose.gateway.metrics import Metrics
@@ -30,6 +30,7 @@ class EmbeddingsRoute:
     def __init__(self, service: EmbedService, metrics: Metrics) -> None:
         self._service = service
         self._metrics = metrics
+        self._usual = Usual()
 
     async def __call__(self, call: Call, body: bytes) -> Reply:
         """Raises RoseError for everything that is not an answer."""
@@ -38,7 +39,8 @@ class EmbeddingsRoute:
         request = await read_body(decoder, body, config.max_request_tokens)
         card = self._service.embedding_card(request.model)
         limits = (config.max_items, config.max_request_tokens)
-        plan = await off_loop(body, make_plan, request, card, *limits, deadline, strict=config.strict_dimensions)
+        strict = config.strict_dimensions
+        plan = await off_loop(body, make_plan, request, card, self._usual, *limits, deadline, strict=strict)
         done = await call.unless_gone(self._service.embed(card, plan.job))
         started = time.perf_counter()
         answer = await self._answer(card, plan, done)

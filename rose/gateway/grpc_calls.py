@@ -45,7 +45,6 @@ async def embed(front: Front, request: pb.EmbedRequest, deadline: float) -> Answ
     given, token_types, spans = _input(request, card, service.config.max_items)
     if isinstance(given, Texts):
         check_kinds(card, [output.name for output in output_cards(card, request.outputs)])
-    request.ClearField("model")  # a replica may know the model by another of its names
     job = EmbedJob(
         input=given,
         outputs=tuple(request.outputs),
@@ -54,7 +53,7 @@ async def embed(front: Front, request: pb.EmbedRequest, deadline: float) -> Answ
         token_types=token_types,
         spans=spans,
         priority=request.priority,
-        payload=b"" if isinstance(given, Texts) else request.SerializeToString(),
+        payload=_as_it_is(request, card),
         deadline=deadline,
     )
     done = await service.embed(card, job)
@@ -161,6 +160,15 @@ def _input(
             return Tokens(sequences), types, spans
         case _:
             raise InvalidInput("neither texts nor tokens were sent", param=FIELD)
+
+
+def _as_it_is(request: pb.EmbedRequest, card: pb.ModelCard) -> bytes:
+    """What a replica may be sent as it came: token ids that fit one batch; else nothing."""
+    if not 0 < len(request.tokens.ids) <= 4 * card.max_batch_tokens:
+        return b""
+    request.ClearField("model")  # a replica knows one of the names that are taken here
+    request.DiscardUnknownFields()  # what was not checked here goes no further
+    return request.SerializeToString()
 
 
 def _outputs(card: pb.ModelCard, done: Embedded, control_ids: IntArray) -> list[pb.Output]:

@@ -18,6 +18,8 @@ from rose.proto.convert import IntArray
 FIELD = "input"
 # Of what a caller sent, in an answer that says what is wrong with it.
 SHOWN_CHARS = 64
+_INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
+_largest = np.maximum.reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +103,19 @@ def _ids(ids: list[Any], index: int, vocab_size: int) -> IntArray:
             param=FIELD,
             index=index,
         )
-    # On Python integers, which have no size: 2**63 must not wrap on its way into an array.
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        position = next(i for i, one in enumerate(ids) if not 0 <= one < vocab_size)
-        raise InvalidInput(
-            f"token id {show(ids[position])} at position {position} is outside the vocabulary 0..{vocab_size - 1}",
-            param=FIELD,
-            index=index,
-        )
-    return np.frombuffer(array("i", ids), dtype=np.int32)
+    try:
+        row = np.frombuffer(array("i", ids), dtype=_INT32)
+        # Seen as unsigned, a negative id is larger than any vocabulary.
+        if _largest(row.view(_UINT32)) < vocab_size:
+            return row
+    except OverflowError:  # larger than any int32
+        pass
+    position = next(i for i, one in enumerate(ids) if not 0 <= one < vocab_size)
+    raise InvalidInput(
+        f"token id {show(ids[position])} at position {position} is outside the vocabulary 0..{vocab_size - 1}",
+        param=FIELD,
+        index=index,
+    )
 
 
 def _same_kind(items: list[Any], kind: type, name: str) -> None:

@@ -26,7 +26,10 @@ def kind_of(output: pb.OutputCard) -> Kind:
 
 
 def find_output(card: pb.ModelCard, name: str) -> pb.OutputCard | None:
-    return next((output for output in card.outputs if output.name == name), None)
+    for output in card.outputs:
+        if output.name == name:
+            return output
+    return None
 
 
 def output_cards(card: pb.ModelCard, names: Sequence[str]) -> list[pb.OutputCard]:
@@ -91,7 +94,7 @@ def check_trained(card: pb.ModelCard, dimensions: int, most: int) -> None:
 
 def check_size(card: pb.ModelCard, names: Sequence[str], tokens: int) -> None:
     """Raises PayloadTooLarge where a vector for every token would make an answer that nobody wants to hold."""
-    numbers = tokens * sum(output.dimension for output in output_cards(card, names) if output.per_token)
+    numbers = tokens * sum([output.dimension for output in output_cards(card, names) if output.per_token])
     if numbers > MOST_NUMBERS:
         raise PayloadTooLarge(
             f"a row for each of {tokens} tokens would make {numbers} numbers, the limit is {MOST_NUMBERS}: "

@@ -6,18 +6,19 @@ Knows sequences and answers; knows neither replicas nor sockets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from rose.client import EmbedResult, Timing
+from rose.client.messages import embed_request
 from rose.errors import InternalError, NonFinite, RoseError, from_kind
-from rose.proto.convert import AnyArray, IntArray
+from rose.proto import rose_pb2 as pb
+from rose.proto.convert import AnyArray, IntArray, tokens_to_proto
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Items `start` .. `start + len(sequences)` of a request.
 
     Attributes:
@@ -63,6 +64,23 @@ def cut_parts(
         tokens += length
     parts.append(part(start, len(lengths), tokens))
     return parts
+
+
+def part_request(
+    part: Part, outputs: Sequence[str], dimensions: int, priority: pb.Priority.ValueType
+) -> pb.EmbedRequest:
+    """The message for a part, whose arrays have been checked where they came in or were made."""
+    if part.token_types is not None or part.spans is not None:
+        return embed_request(
+            part.sequences,
+            outputs=outputs,
+            dimensions=dimensions,
+            priority=priority,
+            token_types=part.token_types,
+            spans=part.spans,
+        )
+    tokens = tokens_to_proto(part.sequences)
+    return pb.EmbedRequest(tokens=tokens, outputs=outputs, dimensions=dimensions, priority=priority)
 
 
 def at_item(error: RoseError, start: int) -> RoseError:

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from rose.client import AsyncClient, EmbedResult
 from rose.client.messages import count_tokens, parse_embed
 from rose.errors import DeadlineExceeded, RoseError, Unavailable, from_kind
-from rose.gateway.parts import Part
+from rose.gateway.parts import Part, part_request
 from rose.proto import rose_pb2 as pb
 
 CheckCard = Callable[[pb.ModelCard, str], None]
@@ -104,15 +104,8 @@ class Replica:
             if part.payload:
                 answer = await client.embed_payload(part.payload, part.tokens, deadline_s=deadline_s)
                 return EmbedResult.from_message(parse_embed(answer), answer)
-            return await client.embed(
-                part.sequences,
-                outputs=outputs,
-                dimensions=dimensions,
-                priority=priority,
-                token_types=part.token_types,
-                spans=part.spans,
-                deadline_s=deadline_s,
-            )
+            request = part_request(part, outputs, dimensions, priority)
+            return EmbedResult.from_message(await client.embed_message(request, deadline_s=deadline_s))
         except Unavailable as error:
             if not client.connected:
                 raise ConnectionLost(f"{self.name}: {self.reason}") from None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rose.client import EmbedResult
 from rose.errors import DeadlineExceeded, InvalidInput, Overloaded, RoseError, StartupError, Unavailable
@@ -123,7 +123,7 @@ class ReplicaPool:
         Raises:
             RoseError: of the first part that failed for good; its index counts from the request's first item.
         """
-        job = _Job(tuple(outputs), dimensions, priority, deadline)
+        job = _Job(tuple(outputs), dimensions, priority, deadline, {})
         ready = self.require_ready()
         max_tokens, max_items = self._limits(sequences, job.outputs, ready)
         parts = cut_parts(sequences, max_tokens, max_items, token_types=token_types, spans=spans, payload=payload)
@@ -207,9 +207,10 @@ class ReplicaPool:
         self, sequences: Sequence[IntArray], outputs: Sequence[str], ready: Sequence[Replica]
     ) -> tuple[int, int]:
         """Most tokens and items of a part."""
-        max_tokens = min(replica.limits.max_batch_tokens for replica in ready)
-        max_items = min(replica.limits.max_request_items for replica in ready)
-        a_token = sum(4 * output.dimension for output in output_cards(self.card, outputs) if output.per_token)
+        limits = [replica.limits for replica in ready]
+        max_tokens = min([each.max_batch_tokens for each in limits])
+        max_items = min([each.max_request_items for each in limits])
+        a_token = sum([4 * output.dimension for output in output_cards(self.card, outputs) if output.per_token])
         if a_token:
             max_tokens = min(max_tokens, max(1, PART_BYTES // a_token))
         if len(ready) > 1 and len(sequences) > 1:
@@ -232,8 +233,7 @@ class ReplicaPool:
         return "; ".join(f"{replica.name}: {replica.reason}" for replica in self.replicas)
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(NamedTuple):
     """What all parts of one request have in common.
 
     Attributes:
@@ -244,7 +244,7 @@ class _Job:
     dimensions: int
     priority: pb.Priority.ValueType
     deadline: float
-    lost: dict[int, int] = field(default_factory=dict)
+    lost: dict[int, int]
 
     def left_s(self) -> float:
         """Seconds until the deadline; negative after it."""

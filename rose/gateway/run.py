@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import sys
@@ -118,8 +119,7 @@ async def serve_front(
             log.info("listening: http %s, grpc %s", listening.http, listening.grpc)
             if on_listening is not None:
                 on_listening(listening)
-            if on_ready is not None:
-                announcing = asyncio.get_running_loop().create_task(_announce(front, on_ready, listening))
+            announcing = asyncio.get_running_loop().create_task(_announce(front, on_ready, listening))
             await stop.drain.wait()
             front.lifecycle.drain()
             log.info("draining: %d requests in flight", front.lifecycle.in_flight)
@@ -133,10 +133,14 @@ async def serve_front(
         return 0 if idle else 1
 
 
-async def _announce(front: Front, on_ready: OnListening, listening: Listening) -> None:
+async def _announce(front: Front, on_ready: OnListening | None, listening: Listening) -> None:
     while not front.pages.readiness().ready:
         await asyncio.sleep(READY_LOOK_S)
-    on_ready(listening)
+    # What was loaded stays: the collector need not walk through it while serving.
+    gc.collect()
+    gc.freeze()
+    if on_ready is not None:
+        on_ready(listening)
 
 
 async def _idle(front: Front, timeout_s: float) -> bool:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 from rose.client import EmbedResult, Timing
 from rose.config.serving import GatewayConfig
@@ -30,12 +30,12 @@ from rose.proto.convert import AnyArray, IntArray
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbedJob:
+class EmbedJob(NamedTuple):
     """What a caller wants.
 
     Attributes:
         input: texts or token ids, already checked for themselves.
+        deadline: loop.time() after which nobody wants the answer.
         dimensions: length of float vectors, one a text; other outputs beside them are left whole. 0 keeps all.
         prompt_name: a prompt of the model card; "" for none, None for the model's default.
         prompt: a prompt in words, put before every text; "" for none.
@@ -45,10 +45,10 @@ class EmbedJob:
         cut_field: how the caller could ask for longer inputs to be cut, as errors say it; "" where there is no way.
         split_long_inputs: embed longer inputs in pieces and average them; see pieces.py.
         payload: the EmbedRequest of all this, where it came as one of token ids.
-        deadline: loop.time() after which nobody wants the answer.
     """
 
     input: Input
+    deadline: float
     outputs: tuple[str, ...] = ()
     dimensions: int = 0
     prompt_name: str | None = None
@@ -61,11 +61,9 @@ class EmbedJob:
     split_long_inputs: bool = False
     priority: pb.Priority.ValueType = pb.ONLINE
     payload: bytes = b""
-    deadline: float
 
 
-@dataclass(frozen=True, slots=True)
-class Embedded:
+class Embedded(NamedTuple):
     """The answer, and where the time went.
 
     Attributes:

@@ -19,6 +19,12 @@ def deadline_of(call: Call, default_s: float) -> float:
 
 def server_timing(call: Call, tokenize_s: float, timing: Timing, encode_s: float) -> Headers:
     """In milliseconds; for a request of several parts, queue and compute of the slowest one."""
-    stages = (tokenize_s, timing.queue_s, timing.compute_s, encode_s, call.elapsed())
-    text = b"tokenize;dur=%.3f, queue;dur=%.3f, compute;dur=%.3f, encode;dur=%.3f, total;dur=%.3f"
-    return [(b"server-timing", text % tuple(seconds * 1e3 for seconds in stages))]
+    queue_s, compute_s, _ = timing
+    text = b"tokenize;dur=%.3f, queue;dur=%.3f, compute;dur=%.3f, encode;dur=%.3f, total;dur=%.3f" % (
+        tokenize_s * 1e3,
+        queue_s * 1e3,
+        compute_s * 1e3,
+        encode_s * 1e3,
+        call.elapsed() * 1e3,
+    )
+    return [(b"server-timing", text)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from binascii import b2a_base64
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -125,7 +126,7 @@ def _items(rows: AnyArray, start: int, as_base64: bool, fields: bytes) -> bytes:
 
 def _values(rows: AnyArray, as_base64: bool) -> list[bytes]:
     if as_base64:
-        return [b'"%b"' % base64.b64encode(row.tobytes()) for row in rows]
+        return [b'"%b"' % b2a_base64(row.tobytes(), newline=False) for row in rows]
     return [_encode(row) for row in shortest(rows).tolist()]
 
 

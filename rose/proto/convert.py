@@ -6,6 +6,7 @@ Knows shapes and bytes; knows neither carriers nor models.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -70,7 +71,7 @@ def tensor_from_proto(tensor: pb.Tensor) -> AnyArray:
     return np.frombuffer(tensor.data, dtype=dtype).reshape(shape)
 
 
-def tokens_to_proto(sequences: list[IntArray]) -> pb.Tokens:
+def tokens_to_proto(sequences: Sequence[IntArray]) -> pb.Tokens:
     """int32 arrays, one a sequence; an empty list gives an empty message."""
     if not sequences:
         return pb.Tokens()

@@ -67,6 +67,25 @@ def test_tokens_and_texts(shared, stub, text_folder):
     assert np.array_equal(rows(answer), np.stack([vector_of(one, DIMENSION)[:16] for one in ids]))
 
 
+def test_a_request_of_tokens_goes_on_as_it_came_and_its_answer_comes_back_as_it_is(channel, shared, text_folder):
+    (engine,) = shared.engines
+    call = channel.unary_unary("/rose.v1.Rose/Embed")
+    asked = pb.EmbedRequest(
+        tokens=tokens([5, 6], [7, 8, 9]),
+        outputs=["dense"],
+        dimensions=16,
+        priority=pb.BULK,
+        token_types=np.array([0, 1, 0, 0, 1], dtype="<i4").tobytes(),
+    )
+    named = pb.EmbedRequest.FromString(asked.SerializeToString())
+    named.model = "embedder"
+    unknown = b"\xf8\x3f\x01"  # field 1023
+    answer = call(named.SerializeToString() + unknown)
+    assert engine.seen[-1] == asked, "without the model's name and what nobody here has checked"
+    assert engine.seen[-1].SerializeToString() == asked.SerializeToString()
+    assert answer == engine.answer(engine.card, asked).SerializeToString()
+
+
 def test_prompts_are_applied_and_named(shared, stub, text_folder):
     answer, call = stub.Embed.with_call(pb.EmbedRequest(texts=pb.Texts(items=["salt"]), prompt_name="query"))
     (ids,) = TextTokenizer(text_folder).encode(["query: salt"])
