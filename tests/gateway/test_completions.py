@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from tests.gateway.generating import (
@@ -13,6 +15,7 @@ from tests.gateway.generating import (
     make_folder,
     wait_for,
 )
+from tests.gateway.test_detokenize import sentence_pieces
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +150,27 @@ def test_echo(tiny):
     chunks = events(tiny.complete("salt", echo=True, stream=True).text)
     assert chunks[0]["choices"][0]["text"] == "salt"
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "salt" + ANSWER
+
+
+def test_an_answer_keeps_the_blank_before_its_first_word(folder, tmp_path):
+    """Vocabularies of word beginnings (Llama-2, Mistral): a prompt and its answer are one text, a chat's are two."""
+    path = shutil.copytree(folder, tmp_path / "pieces")
+    tokenizer = sentence_pieces()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    answer = [tokenizer.token_to_id(piece) for piece in ("▁river", "▁the")]
+    with generating_front(path) as tiny:
+        tiny.engine.script = lambda prompt: answer
+        assert tiny.complete("the").json()["choices"][0]["text"] == " river the"
+        assert tiny.complete("the", echo=True).json()["choices"][0]["text"] == "the river the"
+        both = tiny.complete(["the", "s"], n=2).json()["choices"]
+        assert [choice["text"] for choice in both] == [" river the"] * 4
+        found = tiny.complete("the", logprobs=0).json()["choices"][0]["logprobs"]
+        assert found["text_offset"] == [0, 6]
+        assert tiny.complete("the", stop=" river").json()["choices"][0]["text"] == ""
+        chunks = events(tiny.complete("the", stream=True).text)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == " river the"
+        assert tiny.chat("the").json()["choices"][0]["message"]["content"] == "river the"
 
 
 def test_sampling_reaches_the_engine(tiny):
