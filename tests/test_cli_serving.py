@@ -38,11 +38,11 @@ def test_the_front_gets_its_options(served, tmp_path):
     options = ["--host", "0.0.0.0", "--http", "81", "--grpc", "82", "--timeout", "7.5", "--strict-dimensions"]
     options += ["--drain-seconds", "3", "--max-items", "9", "--max-body-bytes", "1000"]
     options += ["--max-request-tokens", "77", "--max-held-bytes", "2000", "--tokenizer-threads", "5"]
-    options += ["--replica-silence-seconds", "1.5"]
+    options += ["--replica-silence-seconds", "1.5", "--replica-spin-seconds", "0.01"]
     assert cli.main(["serve", str(tmp_path), *options]) == 0
     folder, config, _ = served[0]
     assert (config.max_request_tokens, config.max_held_bytes, config.tokenizer_threads) == (77, 2000, 5)
-    assert config.replica_silence_seconds == 1.5
+    assert (config.replica_silence_seconds, config.replica_spin_seconds) == (1.5, 0.01)
     assert folder == tmp_path
     assert (config.host, config.http_port, config.grpc_port) == ("0.0.0.0", 81, 82)
     assert (config.drain_seconds, config.max_items, config.max_body_bytes) == (3.0, 9, 1000)

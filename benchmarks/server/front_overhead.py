@@ -14,7 +14,7 @@ One request of 128 ids at a time, 1024 floats back; an engine process of pretenc
 Each carrier has its process, and all of them run at the same time; they take turns of `--turn` requests, so that
 whatever else the machine does falls on all of them. Of each: p50 of the best turn, p50 and p99 of all requests, and the
 processor time that its process spent on one, in µs. `--gap-ms` waits between requests: processors go to sleep and
-caches get cold.
+caches get cold. `--answer-us` is how long the engine takes, `--spin-us` how long the front stays awake for it.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ JSON_ANSWER = (
 )
 
 
-def engine(folder: Path) -> None:
-    """Answers EMBED, INFO and STATS at once, a thread a connection."""
+def engine(folder: Path, answer_s: float, spin_s: float) -> None:
+    """Answers EMBED `answer_s` after it came, INFO and STATS at once; a thread a connection."""
     card = pb.ModelCard(
         model="m",
         outputs=[pb.OutputCard(name="dense", dtype=pb.FLOAT32, dimension=DIMENSION, normalized=True, kind="vector")],
@@ -90,6 +90,8 @@ def engine(folder: Path) -> None:
         while data := connection.recv(65536):
             for frame in decoder.feed(data):
                 if frame.type in answers:
+                    if answer_s and frame.type is FrameType.EMBED:
+                        time.sleep(answer_s)
                     kind, payload = answers[frame.type]
                     connection.sendall(encode_frame(kind, frame.request_id, payload))
 
@@ -101,14 +103,14 @@ def engine(folder: Path) -> None:
         threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
 
 
-def front(folder: Path) -> None:
+def front(folder: Path, answer_s: float, spin_s: float) -> None:
     from rose.gateway.run import run_front
 
-    config = GatewayConfig(replicas=(f"unix:{folder}/engine",), http_port=0, grpc_port=0)
+    config = GatewayConfig(replicas=(f"unix:{folder}/engine",), http_port=0, grpc_port=0, replica_spin_seconds=spin_s)
     run_front(config, folder, on_listening=lambda listening: say(f"{listening.http} {listening.grpc}"))
 
 
-def bare_http(folder: Path) -> None:
+def bare_http(*_: object) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(JSON_ANSWER))]
 
     async def app(scope, receive, send) -> None:
@@ -129,7 +131,7 @@ def handlers(method) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler("rose.v1.Rose", {"Embed": grpc.unary_unary_rpc_method_handler(method)})
 
 
-def bare_aio(folder: Path) -> None:
+def bare_aio(*_: object) -> None:
     async def embed(raw: bytes, context) -> bytes:
         return ANSWER
 
@@ -144,7 +146,7 @@ def bare_aio(folder: Path) -> None:
     uvloop.run(main())
 
 
-def bare_pool(folder: Path) -> None:
+def bare_pool(*_: object) -> None:
     server = grpc.server(ThreadPoolExecutor(4))
     server.add_generic_rpc_handlers((handlers(lambda raw, context: ANSWER),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -162,9 +164,10 @@ SERVERS = {"engine": engine, "front": front, "bare http": bare_http, "bare aio":
 
 
 @contextmanager
-def running(kind: str, folder: Path) -> Iterator[tuple[int, list[str]]]:
+def running(kind: str, folder: Path, answer_s: float = 0.0, spin_s: float = 0.0) -> Iterator[tuple[int, list[str]]]:
     """A server's process id and where it listens."""
     command = [sys.executable, __file__, "--serve", kind, "--folder", str(folder)]
+    command += ["--answer-us", str(answer_s * 1e6), "--spin-us", str(spin_s * 1e6)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process.pid, process.stdout.readline().split()
@@ -253,11 +256,11 @@ def wait_ready(call: Callable[[], object]) -> None:
             time.sleep(0.05)
 
 
-def measure(turns: int, requests: int, gap_s: float) -> dict[str, dict[str, float]]:
+def measure(turns: int, requests: int, gap_s: float, answer_s: float, spin_s: float) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(f"{name}/tokenizer.json")
-        at = {kind: stack.enter_context(running(kind, folder)) for kind in SERVERS}
+        at = {kind: stack.enter_context(running(kind, folder, answer_s, spin_s)) for kind in SERVERS}
         pid, (http, grpc_address) = at["front"]
         through_grpc = over_grpc(grpc_address)
         wait_ready(through_grpc)
@@ -283,13 +286,15 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--turn", type=int, default=200, metavar="REQUESTS")
     parser.add_argument("--gap-ms", type=float, default=0.0)
+    parser.add_argument("--answer-us", type=float, default=0.0)
+    parser.add_argument("--spin-us", type=float, default=0.0)
     parser.add_argument("--serve", choices=SERVERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        SERVERS[options.serve](options.folder)
+        SERVERS[options.serve](options.folder, options.answer_us * 1e-6, options.spin_us * 1e-6)
         return
-    rows = measure(options.turns, options.turn, options.gap_ms * 1e-3)
+    rows = measure(options.turns, options.turn, options.gap_ms * 1e-3, options.answer_us * 1e-6, options.spin_us * 1e-6)
     for label, row in rows.items():
         print(f"{label:10}", row)
     if options.out:

@@ -53,6 +53,11 @@ _FRONT_LIMITS: dict[str, tuple[str, type, str]] = {
         float,
         "an engine that says nothing for so long loses its work to others (default: 60)",
     ),
+    "--replica-spin-seconds": (
+        "replica_spin_seconds",
+        float,
+        "spend a core to answer sooner: stay awake for so long while an answer is awaited (default: 0)",
+    ),
 }
 
 

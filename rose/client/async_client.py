@@ -46,13 +46,16 @@ class AsyncClient:
         outstanding_requests: those calls.
     """
 
-    def __init__(self, address: Address, *, connect_timeout_s: float, reconnect: bool, max_payload: int) -> None:
+    def __init__(
+        self, address: Address, *, connect_timeout_s: float, reconnect: bool, max_payload: int, spin_s: float
+    ) -> None:
         self.address = address
         self.outstanding_tokens = 0
         self.outstanding_requests = 0
         self._connect_timeout_s = connect_timeout_s
         self._reconnect = reconnect
         self._max_payload = max_payload
+        self._spin_s = spin_s
         self._link: Link | None = None
         self._connecting = asyncio.Lock()
         self._closed = False
@@ -65,6 +68,7 @@ class AsyncClient:
         connect_timeout_s: float = 5.0,
         reconnect: bool = True,
         max_payload: int = MAX_ANSWER_BYTES,
+        spin_s: float = 0.0,
     ) -> AsyncClient:
         """Open the connection.
 
@@ -73,13 +77,17 @@ class AsyncClient:
             connect_timeout_s: also used when a later call connects anew.
             reconnect: whether calls after a lost connection connect anew.
             max_payload: largest answer accepted, in bytes.
+            spin_s: keep the event loop from sleeping for so long after an embed call, unless its answer comes before;
+                see `Client`. 0 lets it sleep at once.
 
         Raises:
             InvalidInput: malformed address.
             Unavailable: nothing listens there.
         """
         where = parse_address(address) if isinstance(address, str) else address
-        client = cls(where, connect_timeout_s=connect_timeout_s, reconnect=reconnect, max_payload=max_payload)
+        client = cls(
+            where, connect_timeout_s=connect_timeout_s, reconnect=reconnect, max_payload=max_payload, spin_s=spin_s
+        )
         client._link = await client._dial()
         return client
 
@@ -311,7 +319,7 @@ class AsyncClient:
     async def _dial(self) -> Link:
         loop = asyncio.get_running_loop()
         where = self.address
-        make = lambda: Link(where, self._max_payload)  # noqa: E731
+        make = lambda: Link(where, self._max_payload, self._spin_s)  # noqa: E731
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 if where.path:

@@ -6,6 +6,7 @@ Knows frames and futures; knows neither requests' contents nor reconnecting.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import cast
 
 from rose.client.messages import connection_error, parse_error
@@ -73,11 +74,15 @@ class Stream:
 class Link(asyncio.Protocol):
     """Many requests in flight on one connection; works on any asyncio loop.
 
+    Args:
+        max_payload: largest answer accepted, in bytes.
+        spin_s: keep the loop from sleeping for so long after a request, unless all answers come before.
+
     Attributes:
         closed: why no request can be sent any more, or None while the connection stands.
     """
 
-    def __init__(self, address: Address, max_payload: int) -> None:
+    def __init__(self, address: Address, max_payload: int, spin_s: float = 0.0) -> None:
         self.address = address
         self.closed: RoseError | None = None
         self._decoder = FrameDecoder(max_payload)
@@ -86,6 +91,9 @@ class Link(asyncio.Protocol):
         self._open: dict[int, asyncio.Future[bytes]] = {}
         self._streams: dict[int, Stream] = {}
         self._next_id = 0
+        self._spin_s = spin_s
+        self._spin_until = 0.0
+        self._spinning = False
         self._writable = asyncio.Event()
         self._writable.set()
         self._lost = asyncio.Event()
@@ -113,6 +121,11 @@ class Link(asyncio.Protocol):
         future = self._loop.create_future()
         self._open[self._next_id] = future
         self._transport.write(encode_frame(kind, self._next_id, payload, deadline_ms))
+        if self._spin_s:
+            self._spin_until = time.monotonic() + self._spin_s
+            if not self._spinning:
+                self._spinning = True
+                self._loop.call_soon(self._spin)
         return self._next_id, future
 
     def send_for_stream(self, kind: FrameType, payload: bytes, deadline_ms: int) -> tuple[int, Stream]:
@@ -175,6 +188,13 @@ class Link(asyncio.Protocol):
         self._fail(Unavailable(f"connection to {self.address} lost" + (f": {error}" if error else "")))
         self._transport = None
         self._lost.set()
+
+    def _spin(self) -> None:
+        """A loop that has something to do asks its sockets and does not sleep."""
+        if self._open and time.monotonic() < self._spin_until:
+            self._loop.call_soon(self._spin)
+        else:
+            self._spinning = False
 
     def _answer(self, frame: Frame) -> None:
         if frame.request_id == 0 and frame.type is FrameType.ERROR:

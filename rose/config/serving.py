@@ -83,6 +83,8 @@ class GatewayConfig:
         replica_names: what answers and metrics call each of them; empty for their addresses.
         replica_silence_seconds: an engine that says nothing for so long loses its connection, and its work goes
             elsewhere. Far above any batch, since busy is healthy.
+        replica_spin_seconds: keep the front's core awake for so long while an answer is awaited. A processor that went
+            to sleep wakes up late and with cold caches; whoever has a core to spare may rather spend it. 0: sleep.
         host, http_port, grpc_port: where to listen; port 0 picks a free one, None leaves that carrier out.
         max_body_bytes: largest HTTP body or gRPC message, in bytes.
         max_held_bytes: most bytes of bodies and messages held at a time, over all requests; beyond it they are answered
@@ -101,6 +103,7 @@ class GatewayConfig:
     replicas: tuple[str, ...]
     replica_names: tuple[str, ...] = ()
     replica_silence_seconds: float = 60.0
+    replica_spin_seconds: float = 0.0
     host: str = "127.0.0.1"
     http_port: int | None = 8080
     grpc_port: int | None = None
@@ -139,12 +142,9 @@ def check_gateway_config(config: GatewayConfig) -> None:
     for name in ("default_timeout_s", "replica_silence_seconds"):
         value = getattr(config, name)
         _check(config, name, 0 < value <= _MAX_SECONDS, f"more than 0 and at most {_MAX_SECONDS:.0f} seconds")
-    _check(
-        config,
-        "drain_seconds",
-        isfinite(config.drain_seconds) and config.drain_seconds >= 0,
-        "a number of seconds, 0 or more",
-    )
+    for name in ("drain_seconds", "replica_spin_seconds"):
+        value = getattr(config, name)
+        _check(config, name, isfinite(value) and value >= 0, "a number of seconds, 0 or more")
     for name in ("http_port", "grpc_port"):
         port = getattr(config, name)
         _check(config, name, port is None or 0 <= port <= 65535, "0 to 65535, or off")

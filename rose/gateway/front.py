@@ -78,7 +78,12 @@ async def make_front(
 
     try:
         async with ReplicaPool(
-            config.replicas, check_card, metrics, names=config.replica_names, silence_s=config.replica_silence_seconds
+            config.replicas,
+            check_card,
+            metrics,
+            names=config.replica_names,
+            silence_s=config.replica_silence_seconds,
+            spin_s=config.replica_spin_seconds,
         ) as pool:
             service = EmbedService(pool, tokenizer, config, metrics)
             rank = RankService(service, facts)

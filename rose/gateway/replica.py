@@ -40,6 +40,7 @@ class Replica:
         check_card: raises RoseError where this front must not use the replica.
         name: what the public hears of it; its address if empty.
         silence_s: after so long without an answer the connection is given up, and its parts go elsewhere.
+        spin_s: see `AsyncClient.connect`.
 
     Attributes:
         limits: its model card, once accepted.
@@ -47,7 +48,15 @@ class Replica:
         stats: what the engine last said of itself, or None.
     """
 
-    def __init__(self, address: str, check_card: CheckCard, *, name: str = "", silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        check_card: CheckCard,
+        *,
+        name: str = "",
+        silence_s: float = SILENCE_S,
+        spin_s: float = 0.0,
+    ) -> None:
         self.address = address
         self.name = name or address
         self.outstanding_tokens = 0
@@ -56,6 +65,7 @@ class Replica:
         self._card: pb.ModelCard | None = None
         self._check_card = check_card
         self._silence_s = silence_s
+        self._spin_s = spin_s
         self._client: AsyncClient | None = None
         self._why = "connecting"
         self._watcher: asyncio.Task[None] | None = None
@@ -187,7 +197,7 @@ class Replica:
 
     async def _connect(self) -> None:
         try:
-            self._client = await AsyncClient.connect(self.address, reconnect=False)
+            self._client = await AsyncClient.connect(self.address, reconnect=False, spin_s=self._spin_s)
         except Unavailable as error:
             raise Unavailable(_why_not(error)) from None
         self._say("connected, no model card yet: it is loading")

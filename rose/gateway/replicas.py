@@ -42,7 +42,7 @@ class ReplicaPool:
         addresses: light-link addresses.
         check_card: refuses a replica this front cannot serve (raises RoseError).
         names: what the public hears of each; empty for the addresses.
-        silence_s: see `Replica`.
+        silence_s, spin_s: see `Replica`.
 
     Raises:
         StartupError: no address, one that is none, or one twice.
@@ -56,10 +56,11 @@ class ReplicaPool:
         *,
         names: Sequence[str] = (),
         silence_s: float = SILENCE_S,
+        spin_s: float = 0.0,
     ) -> None:
         _check_addresses(addresses)
         self.replicas = [
-            Replica(address, self._check, name=name, silence_s=silence_s)
+            Replica(address, self._check, name=name, silence_s=silence_s, spin_s=spin_s)
             for address, name in zip(addresses, names or addresses, strict=True)
         ]
         self._check_card = check_card

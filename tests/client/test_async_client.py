@@ -63,6 +63,48 @@ def test_many_requests_on_one_connection_answered_in_any_order(run, tmp_path):
         assert server.connections == 1
 
 
+def test_a_spinning_client_does_not_let_its_loop_sleep_until_the_answer(run):
+    turns = {0.0: 0, 5.0: 0}
+
+    async def main():
+        for spin_s in turns:
+            async with await AsyncClient.connect(server.address, spin_s=spin_s) as client:
+                link = client._link
+                spin = link._spin
+
+                def counted(spin=spin, spin_s=spin_s):
+                    turns[spin_s] += 1
+                    spin()
+
+                link._spin = counted
+                assert (await client.embed([[1]])).vectors.tolist() == [[1, 1]]
+                await asyncio.sleep(0.01)
+                assert not link._spinning, "nothing is awaited any more"
+
+    def late(connection, frame):
+        time.sleep(0.2)
+        echo(connection, frame)
+
+    with ScriptedServer(late) as server:
+        run(main())
+    assert turns[0.0] == 0
+    assert turns[5.0] > 100
+
+
+def test_a_spinning_client_goes_to_sleep_after_its_time(run):
+    async def main():
+        async with await AsyncClient.connect(server.address, spin_s=0.02) as client:
+            call = asyncio.ensure_future(client.embed([[1]]))
+            await until(lambda: len(server.frames) == 1)
+            assert client._link._spinning
+            await until(lambda: not client._link._spinning)
+            assert not call.done()
+            call.cancel()
+
+    with ScriptedServer(silent) as server:
+        run(main())
+
+
 def test_cancelling_a_task_cancels_its_request(run):
     """Report C149 (vllm#10806): a caller that has gone must not leave its work behind."""
 

@@ -17,6 +17,8 @@ BAD = [
     ({"default_timeout_s": -1.0}, "--timeout"),
     ({"default_timeout_s": float("inf")}, "--timeout must be more than 0 and at most 4294967 seconds, not inf"),
     ({"replica_silence_seconds": 0.0}, "--replica-silence-seconds"),
+    ({"replica_spin_seconds": -0.1}, "--replica-spin-seconds"),
+    ({"replica_spin_seconds": float("nan")}, "--replica-spin-seconds"),
     ({"max_items": 0}, "--max-items must be at least 1, not 0"),
     ({"max_body_bytes": 0}, "--max-body-bytes"),
     ({"max_body_bytes": -5}, "--max-body-bytes must be at least 1, not -5"),
