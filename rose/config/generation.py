@@ -6,7 +6,7 @@ rendered.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,13 @@ from rose.config.tokenizer_files import TokenizerFiles
 # Class names of config.json that end in one of these have a language model's head.
 HEADS = ("ForCausalLM", "ForConditionalGeneration")
 _ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
-# What a request may leave to the folder, by the names of generation_config.json.
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
+# What a request may leave to the folder, by the names of generation_config.json, and which values can be served.
+_DEFAULTS: Mapping[str, Callable[[float], bool]] = {
+    "temperature": lambda value: 0 <= value < 1e38,
+    "top_p": lambda value: 1e-38 < value <= 1,
+    "top_k": lambda value: -1 <= value < 1 << 31,
+    "min_p": lambda value: 0 <= value <= 1,
+}
 # Keys there that change what transformers generates and have no counterpart here, with the value that does nothing.
 _WITHOUT_EFFECT = {
     "repetition_penalty": 1.0,
@@ -47,8 +52,9 @@ class GenerationConfig:
         special_tokens: what templates call them ("bos_token", ...) -> their text.
         bos_id: of the token that begins a text, or None where no file names one.
         adds_bos: tokenizer.json puts it before every text by itself; the text of a rendered chat has its own.
-        defaults: temperature, top_p, top_k and min_p, as far as generation_config.json states them.
-        passed_over: keys of generation_config.json that change what transformers generates, and have no effect here.
+        defaults: temperature, top_p, top_k and min_p, as far as generation_config.json states some that can be served.
+        passed_over: keys of generation_config.json that change what transformers generates, and have no effect here;
+            among them defaults that no request could have: every one that leaves them out would be refused for them.
         source: what said that this folder generates.
     """
 
@@ -93,6 +99,8 @@ def read_generation(
     if bos_id is None and "bos_token_id" in config:
         bos_id = config.count("bos_token_id")
     known = tokens.size
+    stated = {key: generation.number(key) for key in _DEFAULTS if key in generation}
+    defaults = {key: value for key, value in stated.items() if _DEFAULTS[key](value)}
     changed = [key for key, nothing in _WITHOUT_EFFECT.items() if generation.data.get(key, nothing) != nothing]
     return GenerationConfig(
         end_ids=end_ids,
@@ -102,8 +110,8 @@ def read_generation(
         special_tokens=special,
         bos_id=bos_id,
         adds_bos=bos_id is not None and tokens.id_of(tokens.first_added) == bos_id,
-        defaults={key: generation.number(key) for key in _DEFAULTS if key in generation},
-        passed_over=tuple(changed),
+        defaults=defaults,
+        passed_over=(*changed, *(key for key in stated if key not in defaults)),
         source=source,
     )
 

@@ -133,6 +133,19 @@ def test_chat_templates_wherever_they_are_kept(tmp_path):
     assert generation(path).templates == {"rag": "about documents"}
 
 
+def test_defaults_that_no_request_could_have_are_passed_over(tmp_path):
+    """Else every request that leaves them to the model would be refused for what it did not say."""
+    path = tiny_lm(tmp_path / "m")
+    write_generation_config(path, temperature=-1, top_p=0, top_k=-2, min_p=1.5, repetition_penalty=1.1)
+    found = generation(path)
+    assert found.defaults == {}
+    assert found.passed_over == ("repetition_penalty", "temperature", "top_p", "top_k", "min_p")
+    write_generation_config(path, temperature=0, top_p=1, top_k=-1, min_p=0)
+    found = generation(path)
+    assert found.defaults == {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0}
+    assert found.passed_over == ()
+
+
 def test_special_tokens_and_who_puts_the_first(tmp_path):
     path = tiny_lm(tmp_path / "m")
     ids = sample_ids(path)

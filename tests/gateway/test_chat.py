@@ -293,3 +293,7 @@ def test_the_models_own_defaults(folder, tmp_path):
         tiny.chat(temperature=0, top_p=1, top_k=0, min_p=0)
         got = tiny.engine.generated[-1].sampling
         assert (got.temperature, got.top_p, got.top_k, got.min_p) == (0.0, 1.0, 0, 0.0)
+    path = edited(folder, tmp_path / "all", "{{ messages[0].content }}", do_sample=True, top_k=-1)
+    with generating_front(path) as tiny:
+        assert tiny.chat().status_code == 200
+        assert tiny.engine.generated[-1].sampling.top_k == 0
