@@ -18,7 +18,7 @@ from rose.config.profile_files import Found
 from rose.engine.build import profile_of
 from rose.engine.cuda import CudaCapturer, CudaExecutor
 from rose.engine.execution import CpuExecutor, Executor
-from rose.engine.generation.engine import GenerationEngine
+from rose.engine.generation.engine import MAX_IN_FLIGHT, GenerationEngine
 from rose.engine.generation.forward import DeviceSide
 from rose.engine.generation.limits import GenerationLimits, check_limits
 from rose.engine.generation.states import StatePools
@@ -73,9 +73,11 @@ def build_generation_engine(
         num_threads = found.numbers.num_threads
     if not isinstance(attention, Paged):
         raise StartupError(f"attention backend {backend} keeps no pages, and generating needs some")
-    for name in ("max_running", "page_size"):
+    for name in ("max_running", "page_size", "max_in_flight"):
         if getattr(config, name) < 1:
             raise StartupError(f"{name} must be at least 1, not {getattr(config, name)}")
+    if config.max_in_flight > MAX_IN_FLIGHT:
+        raise StartupError(f"max_in_flight is at most {MAX_IN_FLIGHT}, not {config.max_in_flight}")
     lanes = config.max_running + 1
     states = None if model.recurrent is None else StatePools(model.recurrent, lanes, dtype, device)
     limits = GenerationLimits(

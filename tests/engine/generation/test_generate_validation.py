@@ -7,7 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from rose.config import EngineConfig
+from rose.convert import load_generative
+from rose.engine.generation.build import build_generation_engine
 from rose.engine.generation.limits import GenerationLimits, check_limits
 from rose.engine.generation.request import GenerateRequest, Sampling
 from rose.engine.generation.validation import MAX_SEED, MAX_STOP_IDS, check_generate, check_sampling, new_tokens_left
@@ -152,3 +156,19 @@ def test_limits_that_cannot_work(name, value, message):
     with pytest.raises(StartupError) as refused:
         check_limits(replace(LIMITS, **{name: value}))
     assert refused.value.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ({"max_in_flight": 0}, "max_in_flight must be at least 1, not 0"),
+        ({"max_in_flight": 3}, "max_in_flight is at most 2, not 3"),
+        ({"page_size": 0, "kv_cache_bytes": 1 << 20}, "page_size must be at least 1, not 0"),
+        ({"max_running": 0}, "max_running must be at least 1, not 0"),
+        ({"kv_cache_bytes": 1}, "kv_cache_bytes of 1: one page"),
+    ],
+)
+def test_budgets_that_cannot_work_are_refused_at_start(folder, budget, message):
+    config = EngineConfig(**{"max_tokens": folder.max_tokens, "graph_bytes": 0, **budget})
+    with pytest.raises(StartupError, match=message):
+        build_generation_engine(load_generative(folder, "cpu", torch.float32), config)
