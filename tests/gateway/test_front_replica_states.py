@@ -131,7 +131,11 @@ def test_every_change_is_logged_once_with_its_reason(text_folder, tmp_path, capl
                 await asyncio.sleep(0.5)  # several tries more
 
     asyncio.run(run())
-    assert said() == [
+    messages = said()
+    # A killed process ends its connections in either way.
+    reset = "replica engine-7 is not ready: connection to engine-7 lost: [Errno 104] Connection reset by peer"
+    messages[3] = messages[3].replace(reset, "replica engine-7 is not ready: connection lost")
+    assert messages == [
         "replica engine-7 is not ready: connected, no model card yet: it is loading",
         "replica engine-7 is ready",
         "replica engine-7 serves tiny/embedder on cpu",
