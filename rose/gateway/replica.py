@@ -68,6 +68,7 @@ class Replica:
         self._spin_s = spin_s
         self._client: AsyncClient | None = None
         self._why = "connecting"
+        self._was_ready = False
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -232,8 +233,11 @@ class Replica:
             return
         self._why = why
         if why:
-            log.warning("replica %s is not ready: %s", self.name, why)
+            # That it loads before it was ever ready is nothing to warn of.
+            starting = not self._was_ready and "loading" in why
+            log.log(logging.INFO if starting else logging.WARNING, "replica %s is not ready: %s", self.name, why)
         else:
+            self._was_ready = True
             log.info("replica %s is ready", self.name)
 
     async def _drop(self) -> None:

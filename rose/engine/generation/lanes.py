@@ -23,6 +23,17 @@ MOST_K = (1 << 31) - 1
 _FREE: tuple[int, tuple[int, ...]] = (0, ())
 
 
+# Few steps, since each is another set of graphs: a caller who asks for other numbers every time would else keep the
+# engine capturing.
+LOGPROB_STEPS = (0, 4, 32)
+BAN_STEPS = (16, 256)
+
+
+def _step(count: int, steps: tuple[int, ...]) -> int:
+    """The first step that holds `count`; past the last a power of two."""
+    return next((step for step in steps if count <= step), round_up(count))
+
+
 class Lanes:
     """Arrays over lanes; lane 0 belongs to dummies: greedy, and nothing but page 0.
 
@@ -69,8 +80,8 @@ class Lanes:
         wanted = [self.logprobs[lane] for lane in lanes if lane in self.logprobs] if self.logprobs else ()
         return Draw(
             sampled=not self.sampled.isdisjoint(lanes),
-            logprobs=round_up(max(wanted)) if wanted else -1,
-            banned=round_up(max(len(ids) for _, ids in bans)) if bans else 0,
+            logprobs=_step(max(wanted), LOGPROB_STEPS) if wanted else -1,
+            banned=_step(max(len(ids) for _, ids in bans), BAN_STEPS) if bans else 0,
         )
 
     def bans(self, lanes: list[int], steps: npt.NDArray[np.int32]) -> Bans:

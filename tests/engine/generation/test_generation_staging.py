@@ -164,8 +164,9 @@ def test_how_each_row_is_drawn(staging):
     assert parts["seeds"].tolist()[0] == -5
     assert parts["seeds"].tolist()[1] & (1 << 64) - 1 == rows[1].request.sampling.seed
     # Two tokens are there: the third of at least four is drawn, and no end token. Four are there: no ban any more.
-    assert parts["banned"][:4].tolist() == [[0] * 4, [9, 2, 8, 3], [0] * 4, [0] * 4]
-    assert parts["penalties"][:4].tolist() == [[0] * 4, [-np.inf] * 4, [0] * 4, [0] * 4]
+    nothing, room = [0] * 16, [0] * 12
+    assert parts["banned"][:4].tolist() == [nothing, [9, 2, 8, 3, *room], nothing, nothing]
+    assert parts["penalties"][:4].tolist() == [nothing, [-np.inf] * 4 + room, nothing, nothing]
 
 
 def test_a_slot_is_written_only_once_its_batch_is_over(staging):
@@ -291,3 +292,11 @@ def test_buckets():
     assert not GenerationBuckets(captures=False, max_running=64, max_tokens=40_000).key(33, 0, 33, 9, GREEDY).padded
     assert GenerationBuckets(captures=True, max_running=3, max_tokens=100).sequences == [1, 2, 4]
     assert [round_up(n) for n in (0, 1, 2, 3, 20)] == [0, 1, 2, 4, 32]
+
+
+@pytest.mark.parametrize(("asked", "stated"), [(None, -1), (0, 0), (1, 4), (4, 4), (5, 32), (20, 32)])
+def test_few_numbers_of_alternatives_have_graphs(asked, stated):
+    """A caller who asks for another number every time does not keep the engine capturing."""
+    lanes = Lanes(5, 16, end_ids=(3,))
+    lanes.update(sequence(1, 4, 10, 20, random.Random(2), logprobs=asked))
+    assert lanes.draw([4], []).logprobs == stated
