@@ -59,7 +59,7 @@ def _missing(module: str) -> str:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rose",
-        description="Serve embedders, rerankers and LLMs: an engine process per device, and a thin HTTP and gRPC front.",
+        description="Serve embedders, rerankers and LLMs: an engine process per device, a thin HTTP and gRPC front.",
         epilog="examples:\n  rose serve minilm\n  rose serve ./my-model --http 8080 --grpc 9090\n"
         "  rose embed texts.txt -o vectors.npy\n"
         "  rose generate smollm2 --chat 'Where does the river meet the sea?'\n"
