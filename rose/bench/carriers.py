@@ -51,8 +51,12 @@ class LinkDriver:
 
     via = "link"
 
-    def __init__(self, address: str) -> None:
-        self._client = Client(address)
+    def __init__(self, address: str, spin_s: float = 0.0) -> None:
+        """
+        Args:
+            spin_s: see `Client`.
+        """
+        self._client = Client(address, spin_s=spin_s)
 
     def prepare(self, sequences: Sequence[Ids]) -> list[Ids]:
         return list(sequences)

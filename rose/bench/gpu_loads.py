@@ -47,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend", nargs="+", default=["auto"], help="attention backends, in turn; auto chooses by load"
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="most seconds a load may take")
+    parser.add_argument(
+        "--spin-seconds",
+        type=float,
+        default=0.0,
+        help="over the link the client, over HTTP and gRPC the front asks for an answer so long before it sleeps",
+    )
 
 
 def main(load_name: str, arguments: argparse.Namespace, command: str) -> int:
@@ -128,7 +134,9 @@ def _drivers(
     if not others:
         return
     options = ["--backend", arguments.backend[0]] + ([] if arguments.warm_up else ["--no-warm-up"])
-    with served(target.folder, name, options) as where, closing(LinkDriver(where.link)) as link:
+    spin = arguments.spin_seconds
+    front = ["--replica-spin-seconds", str(spin)] if spin else []
+    with served(target.folder, name, options, front) as where, closing(LinkDriver(where.link, spin)) as link:
         if "link" in others:
             yield link, auto
         if "grpc" in others:

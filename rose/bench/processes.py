@@ -34,7 +34,9 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(folder: Path, name: str, engine_args: Sequence[str] = ()) -> Iterator[Served]:
+def served(
+    folder: Path, name: str, engine_args: Sequence[str] = (), front_args: Sequence[str] = ()
+) -> Iterator[Served]:
     """`python -m rose.server` and `rose gateway` on `folder`, ready to answer.
 
     Raises:
@@ -52,7 +54,8 @@ def served(folder: Path, name: str, engine_args: Sequence[str] = ()) -> Iterator
             )
             _await_file(Path(scratch) / "engine.sock", engine, log)
             ports = ("--http", str(http_port), "--grpc", str(grpc_port))
-            front = _start(stack, [*python, "rose.cli", "gateway", str(folder), "--replica", link, *ports], sink)
+            gateway = ("rose.cli", "gateway", str(folder), "--replica", link)
+            front = _start(stack, [*python, *gateway, *ports, *front_args], sink)
             _await_ready(f"http://127.0.0.1:{http_port}/ready", (engine, front), log)
             yield Served(link, f"http://127.0.0.1:{http_port}/v1", f"127.0.0.1:{grpc_port}")
 
