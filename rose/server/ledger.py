@@ -6,6 +6,7 @@ Knows clients and deadlines; knows neither what was asked for nor the engine.
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Entry(Protocol):
 E = TypeVar("E", bound=Entry)
 
 
-class Ledger(Generic[E]):
+class Ledger(ABC, Generic[E]):
     """All open entries."""
 
     def __init__(self) -> None:
@@ -56,9 +57,9 @@ class Ledger(Generic[E]):
         entry = peer.open.get(wire_id)
         return None if entry is None else self._by_serial[entry.serial]
 
+    @abstractmethod
     def close(self, entry: E) -> None:
         """Forget an entry; whatever the engine still owes of it is cancelled."""
-        raise NotImplementedError
 
     @property
     def next_deadline(self) -> float | None:
