@@ -45,7 +45,9 @@ CPU_PREFILL_TOKENS = 512
 # Decoding graphs for sequences up to this long are captured before serving; longer ones when they are needed. So are
 # those of one prompt, alone up to this long, and beside decoding sequences in batches of up to so many tokens.
 WARM_TOKENS = 4096
-WARM_PROMPT, WARM_BESIDE = 1024, 256
+# Prompts up to a whole default budget: products of more than 1024 tokens have kernels of their own, some of which take
+# seconds to compile.
+WARM_PROMPT, WARM_BESIDE = 2048, 256
 # Tokens of the self-check's prompt, and drawn after it.
 CHECK_TOKENS, CHECK_NEW = 8, 2
 CHECK_SECONDS = 300.0
