@@ -60,7 +60,7 @@ def layer_norm_row(x: Ptr, mask: Ptr, w: Ptr, b: Ptr, eps: Ptr, D: constexpr) ->
 
 
 @jit
-def _load_sum(partial: Ptr, residual: Ptr, piece_stride: Ptr, offset: Ptr, mask: Ptr, P: constexpr) -> Ptr:
+def load_sum(partial: Ptr, residual: Ptr, piece_stride: Ptr, offset: Ptr, mask: Ptr, P: constexpr) -> Ptr:
     """residual + (partial[0] + partial[1] + ...), in that order."""
     total = tl.load(partial + offset, mask=mask, other=0.0).to(tl.float32)
     for p in tl.static_range(1, P):
@@ -95,7 +95,7 @@ def _add_layer_norm(
     offset = tl.program_id(0).to(tl.int64) * D + cols
     if PDL:
         tl.extra.cuda.gdc_wait()
-    x = _load_sum(partial, residual, piece_stride, offset, mask, P)
+    x = load_sum(partial, residual, piece_stride, offset, mask, P)
     if HAS_BIAS:
         x += product_bias
     tl.store(out + offset, layer_norm_row(x, mask, w, b, eps, D).to(out.dtype.element_ty), mask=mask)
@@ -127,7 +127,7 @@ def _add_rms_norm(
     if P == 0:
         x = tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
     else:
-        rounded = _load_sum(partial, residual, piece_stride, offset, mask, P).to(stream.dtype.element_ty)
+        rounded = load_sum(partial, residual, piece_stride, offset, mask, P).to(stream.dtype.element_ty)
         tl.store(stream + offset, rounded, mask=mask)
         x = rounded.to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / D + eps) * w

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rose.kernels.add_norm import _load_sum, add_layer_norm_ref, add_rms_norm_ref, layer_norm_row, rms_norm_ref
+from rose.kernels.add_norm import add_layer_norm_ref, add_rms_norm_ref, layer_norm_row, load_sum, rms_norm_ref
 from rose.kernels.launch import (
     Ptr,
     constexpr,
@@ -72,7 +72,7 @@ def _add_layer_norm_quantize(
     offset = tl.program_id(0).to(tl.int64) * D + cols
     if PDL:
         tl.extra.cuda.gdc_wait()
-    x = _load_sum(partial, residual, piece_stride, offset, mask, P)
+    x = load_sum(partial, residual, piece_stride, offset, mask, P)
     if HAS_BIAS:
         x += product_bias
     y = layer_norm_row(x, mask, w, b, eps, D).to(out.dtype.element_ty)
@@ -109,7 +109,7 @@ def _add_rms_norm_quantize(
     if P == 0:
         x = tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
     else:
-        rounded = _load_sum(partial, residual, piece_stride, offset, mask, P).to(stream.dtype.element_ty)
+        rounded = load_sum(partial, residual, piece_stride, offset, mask, P).to(stream.dtype.element_ty)
         tl.store(stream + offset, rounded, mask=mask)
         x = rounded.to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / D + eps) * w

@@ -114,7 +114,7 @@ def embed_layer_norm_triton(
         HAS_TYPES=token_type is not None,
         HAS_TYPE_IDS=token_type is not None and type_ids is not None,
         device=word.device,
-        warps=row_warps(D),
+        warps=row_warps(D, T),
     )
     return out
 
