@@ -240,9 +240,15 @@ def _ways(target: Target, read: ModelFolder, arguments: argparse.Namespace) -> I
         on_cpu = target.device.type == "cpu"
         model = load_generative(read, target.device, target.dtype)
         config = EngineConfig(max_tokens=longest, graph_bytes=0 if on_cpu else GRAPH_BYTES)
-        ends = read.generation.end_ids if read.generation is not None else ()
+        told = read.generation
         engine = build_generation_engine(
-            model, config, target.device, target.dtype, backend=arguments.backend, end_ids=ends
+            model,
+            config,
+            target.device,
+            target.dtype,
+            backend=arguments.backend,
+            end_ids=() if told is None else told.end_ids,
+            vocab_limit=None if told is None else told.vocab_limit,
         )
         with closing(EngineWay(engine)) as way:
             yield way, ", ".join(engine.backend_names)
