@@ -35,6 +35,9 @@ from rose.kernels.short_attention import sequence_of
 CHUNK = 64
 # Boundaries looked at in one load, always so many: one compiled kernel for any number of sequences.
 _BOUNDS = 1024
+# Narrower heads of 16 bits are left to the reference on a GPU: with 16 wide keys the compiled products of _solve_chunks
+# reached beyond their memory on an H200 (Triton 3.6). Published models have 128.
+_LEAST_DIM = 64
 # Of the triangular inverse, which is rounded to the dtype once it is made: 2^-16 in three products of bf16 halves.
 _PRECISION = {torch.float32: "ieee", torch.bfloat16: "bf16x3", torch.float16: "tf32x3"}
 
@@ -382,6 +385,7 @@ def gated_delta_rule(
     Returns:
         [T, Hv, value_dim] in qkv's dtype; the state and its sums in fp32. On a GPU rows outside cu_seqlens are not set.
     """
-    return (gated_delta_rule_triton if runs_triton(qkv) else gated_delta_rule_ref)(
+    wide = qkv.dtype is torch.float32 or min(heads.key_dim, heads.value_dim) >= _LEAST_DIM
+    return (gated_delta_rule_triton if runs_triton(qkv) and wide else gated_delta_rule_ref)(
         qkv, gates, cu_seqlens, heads, carried
     )

@@ -44,7 +44,9 @@ def quantize_groups_ref(x: Tensor, dtype: torch.dtype, size: int) -> tuple[Tenso
     groups = cdiv(width, size)
     v = torch.nn.functional.pad(x.float(), (0, groups * size - width)).view(rows, groups, size)
     largest = LARGEST[dtype]
-    scale = (v.abs().amax(-1) / largest).clamp(min=LEAST_SCALE)
+    most = v.abs().amax(-1)
+    # Divided by a tensor: by a number CUDA multiplies with its reciprocal, and the last bit differs.
+    scale = (most / torch.full_like(most, largest)).clamp(min=LEAST_SCALE)
     scale = torch.where(scale.isfinite(), scale, torch.nan)
     v = v / scale.unsqueeze(-1)
     if dtype == torch.int8:

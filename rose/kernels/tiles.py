@@ -8,7 +8,8 @@ count only, so that split-K counts, and with them the last bits of a sum, are th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,11 @@ LARGE = "large"
 _TABLE = Path(__file__).with_name("tiles.json")
 # Most tokens of a step of generating; a bucket.
 _FEW = 64
+# The rule's tiles are for so many tokens at most; a bucket. At 256 they take 7.8 µs for a 3072 x 1024 product and the
+# library 5.8; where the sum is left in pieces the two are even (H200).
+_RULED = 128
+# Weights, 16 MiB of them, that cost a step or a short prompt more than anything else does.
+_HEAVY = 8 << 20
 # Streaming multiprocessors of an H100 or H200: what one wave of programs should fill.
 _SMS = 132
 
@@ -85,13 +91,24 @@ def prefer(measured: Mapping[str, Mapping[str, Variant]]) -> None:
     choose.cache_clear()
 
 
+@contextmanager
+def preferring(name: str, bucket: str, variant: Variant) -> Iterator[None]:
+    """One preference beside those there are, until the context ends: for whoever compares variants."""
+    before = {key: dict(rows) for key, rows in _preferred.items()}
+    prefer({**before, name: {**before.get(name, {}), bucket: variant}})
+    try:
+        yield
+    finally:
+        prefer(before)
+
+
 @cache
 def choose(op: Op, n: int, k: int, tokens: int) -> Tile | None:
     """The tile for a [tokens, k] x [n, k] product (`n`: outputs, of one half where gated); None: the library serves it.
 
-    The library (cuBLAS) serves what the table leaves to it, and more than 1024 tokens where the table is silent. Fewer
-    than 64 tokens take what was measured for 64: the Hopper kernel's tiles have 64 rows at least, and rows past the
-    tokens cost no bytes.
+    The library (cuBLAS) serves what the table leaves to it. Where the table is silent it serves more than 128 tokens,
+    and weights of 16 MiB from 17 tokens on. Fewer than 64 tokens take what was measured for 64: the Hopper kernel's
+    tiles have 64 rows at least, and rows past the tokens cost no bytes.
     """
     name = bucket(tokens)
     preferred = _preferred.get(key(op, n, k), {}).get(name, "table")
@@ -104,9 +121,34 @@ def choose(op: Op, n: int, k: int, tokens: int) -> Tile | None:
         return rows[name]
     if tokens <= _FEW and str(_FEW) in rows:
         return rows[str(_FEW)]
-    if name == LARGE:
+    if tokens > _RULED:
         return None
+    if halves(op) * n * k >= _HEAVY:
+        return heavy(op, n, k) if name == str(BUCKETS[0]) else None
     return (few_tokens(op, n, k) if tokens <= _FEW else None) or heuristic(op, n, k, tokens)
+
+
+def halves(op: Op) -> int:
+    """Weights that one product reads: a gated one has two."""
+    return 2 if op == "gated" else 1
+
+
+def heavy(op: Op, n: int, k: int) -> Tile:
+    """For 16 tokens and weights that many waves of programs read: the plain kernel, whose next loads are always on
+    their way. Kernels that take all their weights ahead of the wait begin every wave with an empty pipeline: one
+    layer's products of Qwen3-8B take 105 µs so, 114 by the library, and took 173 (H200).
+    """
+    if op == "gated":
+        return Tile(16, 32, 128, 1, 4, 4)
+    split = max((1, 2, 3, 4), key=lambda pieces: _fill(n // 64 * pieces)) if op == "partial" else 1
+    # Programs half as wide read the same rows of x twice as often: only where that fills the last wave better.
+    bn = 32 if op == "linear" and _fill(n // 32) > 1.1 * _fill(n // 64) else 64
+    return Tile(16, bn, 256 if k % (256 * split) == 0 else 128, split, 4, 4)
+
+
+def _fill(programs: int) -> float:
+    """Busy share of the multiprocessors over whole waves."""
+    return programs / (-(-programs // _SMS) * _SMS)
 
 
 def few_tokens(op: Op, n: int, k: int) -> Tile | None:
@@ -116,8 +158,7 @@ def few_tokens(op: Op, n: int, k: int) -> Tile | None:
     Returns:
         None for weights of less than 8 MiB, and for shapes that are not whole tiles.
     """
-    halves = 2 if op == "gated" else 1
-    if halves * n * k < 4 << 20 or n % 64 or k % 128:
+    if halves(op) * n * k < 4 << 20 or n % 64 or k % 128:
         return None
     if op == "gated":
         return Tile(64, 64, 64, 1, 4, 3, "sm90", ahead=5) if k <= 64 * 64 else None

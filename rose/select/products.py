@@ -7,19 +7,19 @@ neither engines nor attention.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rose.config import ArchitectureConfig
 from rose.config.profile import Products
 from rose.kernels import tiles
-from rose.kernels.activation import gated_activation
+from rose.kernels.activation import activate, gated_activation_ref
 from rose.kernels.add_norm import add_rms_norm
 from rose.kernels.gemm_sm90 import runs_sm90
-from rose.kernels.linear import linear, linear_gated, linear_partial, run_tile
+from rose.kernels.linear import linear, linear_gated, linear_partial
 from rose.select.comparing import Sample, compare
 from rose.select.session import Budget, Progress, Silent
 
@@ -31,11 +31,12 @@ TOLERANCE = 0.02
 
 
 class Product(NamedTuple):
-    """[T, k] x [n, k]; `n`: outputs, of one half where gated."""
+    """[T, k] x [n, k]; `n`: outputs, of one half where gated. `activation` follows it, where there is one."""
 
     op: tiles.Op
     n: int
     k: int
+    activation: str | None = None
 
     @property
     def key(self) -> str:
@@ -51,10 +52,11 @@ def products_of(architecture: ArchitectureConfig) -> tuple[Product, ...]:
     found = (
         Product("linear", qkv, hidden),
         Product("partial", hidden, width),
-        Product(op, inner, hidden),
+        Product(op, inner, hidden, architecture.activation),
         Product("partial", hidden, inner),
     )
-    return tuple(dict.fromkeys(found))
+    # Two of one shape are one row of the table: the later one counts, which has the activation.
+    return tuple({product.key: product for product in found}.values())
 
 
 def measure_products(
@@ -106,32 +108,40 @@ def _chains(product: Product, tokens: int, device: torch.device, dtype: torch.dt
 
 
 def _variants(product: Product, tokens: int, device: torch.device) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-    op, gated, pieces = product.op, product.op == "gated", product.op == "partial"
+    """Each as the layers call it: what goes on after a library's product is part of its time."""
+    op, activation = product.op, product.activation
+    run: Callable[[Tensor, Tensor], Tensor]
+    if op == "gated":
+        run = partial(linear_gated, activation=activation or "silu")
+    elif op == "partial":
+        run = linear_partial
+    else:
+        run = partial(linear, activation=activation)
     rule = tiles.heuristic(op, product.n, product.k, tokens)
     tile = tiles.choose(op, product.n, product.k, tokens)
-    as_it_is = {"linear": linear, "partial": linear_partial, "gated": linear_gated}[op]
-    variants: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"table": as_it_is}
+    variants: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"table": run}
     if tile is not None:
-        variants["library"] = lambda x, w: library(op, x, w)
+        variants["library"] = _preferring(product.key, tokens, "library", run)
     if tile != rule and not (rule.kind == "sm90" and not runs_sm90(device)):
-        activation = "silu" if gated else None
-        variants["heuristic"] = lambda x, w: run_tile(x, w, None, activation, rule, pieces=pieces, gated=gated)
+        variants["heuristic"] = _preferring(product.key, tokens, "heuristic", run)
     return variants
 
 
-def library(op: tiles.Op, x: Tensor, weight: Tensor) -> Tensor:
-    out = F.linear(x, weight)
-    if op == "gated":
-        return gated_activation(out, "silu")
-    return out.unsqueeze(0) if op == "partial" else out
+def _preferring(
+    key: str, tokens: int, variant: tiles.Variant, run: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[[Tensor, Tensor], Tensor]:
+    def preferred(x: Tensor, weight: Tensor) -> Tensor:
+        with tiles.preferring(key, tiles.bucket(tokens), variant):
+            return run(x, weight)
+
+    return preferred
 
 
 def _reference(product: Product, x: Tensor, weight: Tensor) -> Tensor:
     out = x.float() @ weight.float().t()
-    if product.op != "gated":
-        return out
-    gate, up = out.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    if product.op == "gated":
+        return gated_activation_ref(out, product.activation or "silu")
+    return activate(out, product.activation)
 
 
 def _graph_sample(chain: Callable[[], None]) -> Sample:

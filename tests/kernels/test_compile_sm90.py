@@ -314,7 +314,8 @@ def _table_cases():
                 yield op, n, k, 4096 if bucket == tiles.LARGE else int(bucket), tile
 
 
-QWEN3_8B = [("linear", 6144, 4096), ("partial", 4096, 4096), ("gated", 12288, 4096), ("partial", 4096, 12288)]
+SMALL = [("linear", 3072, 2048), ("partial", 2048, 2048), ("gated", 3072, 1280)]
+QWEN3_5_4B = [("linear", 12352, 2560), ("linear", 10240, 2560), ("partial", 2560, 4096), ("gated", 9216, 2560)]
 CASES = [
     *_table_cases(),
     ("linear", 3072, 1024, 128, Tile(64, 32, 64, 1, 4, 4)),
@@ -325,7 +326,8 @@ CASES = [
     ("linear", 4096, 1024, 4096, Tile(128, 128, 64, 1, 8, 3, "sm90", ahead=3)),
     ("partial", 1024, 4096, 512, Tile(64, 64, 128, 4, 4, 4, "sm90")),
     ("gated", 3072, 1024, 128, Tile(64, 32, 64, 1, 4, 4, "sm90", ahead=8)),
-    *((op, n, k, 1, tiles.few_tokens(op, n, k)) for op, n, k in QWEN3_8B),
+    *((op, n, k, 1, tiles.few_tokens(op, n, k)) for op, n, k in SMALL),
+    *((op, n, k, 1, tiles.heavy(op, n, k)) for op, n, k in QWEN3_5_4B),
 ]
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from rose.kernels.carried import Carried
 from rose.kernels.delta_heads import DeltaHeads, Gates
-from rose.kernels.gated_delta_rule import gated_delta_rule_ref, gated_delta_rule_triton
+from rose.kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_ref, gated_delta_rule_triton
 from rose.kernels.gated_delta_step import gated_delta_step_ref, gated_delta_step_triton
 
 CHUNKED = pytest.mark.parametrize("run", [gated_delta_rule_ref, gated_delta_rule_triton])
@@ -43,6 +43,13 @@ def recurrence(qkv, gates, heads, lengths, states=None):
     return out, torch.stack(last)
 
 
+def fitted(place, heads):
+    """Heads that the chunked kernel serves in this dtype here."""
+    if place.device.type == "cuda" and place.dtype is not torch.float32:
+        return heads._replace(key_dim=max(64, heads.key_dim), value_dim=max(64, heads.value_dim))
+    return heads
+
+
 def inputs(place, tokens, heads, *, margin=3):
     """Rows of a wider packed product, as the model has them."""
     packed = place.randn(tokens, heads.channels + 2 * heads.value_heads + margin)
@@ -65,6 +72,7 @@ def factor(place):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_whole_sequences(place, close, run, heads, lengths):
+    heads = fitted(place, heads)
     qkv, gates = inputs(place, sum(lengths), heads)
     out = run(qkv, gates, bounds_of(place, lengths), heads)
     assert (out.dtype, out.shape) == (place.dtype, (sum(lengths), heads.value_heads, heads.value_dim))
@@ -75,11 +83,11 @@ def test_whole_sequences(place, close, run, heads, lengths):
 @pytest.mark.parametrize("cuts", [[70, 1, 59], [64, 64, 2], [1, 128, 1]])
 def test_any_chunking(place, close, run, cuts):
     """Two sequences through three batches, beside one that starts in each; states lie in rows of a pool of NaN."""
-    heads, total = DeltaHeads(1, 2, 16, 16), sum(cuts)
+    heads, total = fitted(place, DeltaHeads(1, 2, 16, 16)), sum(cuts)
     pairs = [inputs(place, total, heads) for _ in range(2)]
     gate = pairs[0][1]
     expected = [recurrence(qkv, Gates(g.logits, gate.a_log, gate.dt_bias), heads, [total]) for qkv, g in pairs]
-    pool = torch.full((5, 2, 16, 16), torch.nan, device=place.device)
+    pool = torch.full((5, 2, heads.key_dim, heads.value_dim), torch.nan, device=place.device)
     rows = place.tensor([3, 1, 4])
     done = 0
     for cut in cuts:
@@ -100,6 +108,16 @@ def test_any_chunking(place, close, run, cuts):
     for n in range(2):
         close(pool[rows[n].long()], expected[n][1][0], factor(place))
     assert pool[[0, 2]].isnan().all()
+
+
+@pytest.mark.gpu
+def test_narrow_heads_of_16_bits_are_the_references():
+    heads, device = HEADS[0], torch.device("cuda")
+    qkv = torch.randn(65, heads.channels, device=device).bfloat16()
+    logits = torch.randn(65, 2 * heads.value_heads, device=device).bfloat16()
+    gates = Gates(logits, torch.zeros(4, device=device), torch.zeros(4, device=device))
+    bounds = torch.tensor([0, 65], dtype=torch.int32, device=device)
+    assert torch.equal(gated_delta_rule(qkv, gates, bounds, heads), gated_delta_rule_ref(qkv, gates, bounds, heads))
 
 
 @pytest.mark.parametrize("run", [gated_delta_step_ref, gated_delta_step_triton])
@@ -125,11 +143,11 @@ def test_one_token_each(place, close, run, heads):
 def test_hard_inputs(place, close, run, case):
     """One token repeated (keys all alike, so that powers of the chunk's matrix reach 10^18), decays that overflow when
     taken backwards, and none at all."""
-    heads, tokens = DeltaHeads(1, 2, 16, 16), 150
+    heads, tokens = fitted(place, DeltaHeads(1, 2, 16, 16)), 150
     qkv, gates = inputs(place, tokens, heads)
     if case == "alike":
         qkv = qkv[:1].expand(tokens, -1).contiguous()
-        qkv[:, 2 * 16 :] = place.randn(tokens, 32)
+        qkv[:, 2 * heads.key_dim :] = place.randn(tokens, 2 * heads.value_dim)
     logits = gates.logits.clone()
     logits[:, :2] = 8.0 if case == "alike" else 0.0
     logits[:, 2:] = {"alike": -9.0, "forgetful": 60.0, "lasting": -40.0}[case]
@@ -142,7 +160,7 @@ def test_hard_inputs(place, close, run, case):
 
 @CHUNKED
 def test_a_sequence_does_not_depend_on_its_company(place, run):
-    heads = DeltaHeads(1, 2, 16, 16)
+    heads = fitted(place, DeltaHeads(1, 2, 16, 16))
     qkv, gates = inputs(place, 200, heads)
     together = run(qkv, gates, bounds_of(place, [70, 100, 30]), heads)[70:170]
     qkv2 = torch.cat([place.randn(9, heads.channels), qkv[70:170]])
