@@ -71,7 +71,7 @@ def latency(rows: list[Row]) -> str:
 def rates(rows: list[Row]) -> str:
     """Many requests at once: throughput over the link, and texts over HTTP."""
     lines, used = [], []
-    for row in sorted(rows, key=lambda r: (r["model"], r["load"], r["tokens"], r["via"])):
+    for row in sorted(rows, key=lambda r: (r["model"], -r["batch"], r["tokens"], r["in_flight"])):
         if row["load"].startswith("throughput"):
             what, told = f"4 clients × {row['batch']} texts of {row['tokens']}", f"{row['per_s']:.0f} emb/s"
         elif row["load"].startswith("concurrency"):
