@@ -138,7 +138,7 @@ class ModelNumbers:
     threads: tuple[tuple[str, int, float], ...] = ()
 
 
-# "op:NxK" -> bucket of tokens -> variant ("table", "library" or "heuristic") -> µs of one product.
+# "op:NxK" -> bucket of tokens -> variant ("table", "library", "epilogue" or "heuristic") -> µs of one product.
 Products = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 

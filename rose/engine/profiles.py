@@ -25,7 +25,7 @@ PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4", "nvidia-cutl
 # A variant must beat the one in force by so much in a chain of its own, since between its neighbours in a model the
 # best by itself is not always the best.
 CLEARLY_FASTER = 0.03
-_VARIANTS: tuple[tiles.Variant, ...] = ("library", "heuristic")
+_VARIANTS: tuple[tiles.Variant, ...] = ("library", "epilogue", "heuristic")
 
 
 def this_machine(device: torch.device) -> Machine:

@@ -20,8 +20,14 @@ from torch import Tensor
 _log = logging.getLogger(__name__)
 
 # ROSE's names -> quack's. silu(gate) * up and gelu(gate) * up are its swiglu and geglu (tanh form: not ours).
-_ACTIVATIONS = {"gelu": "gelu_erf", "gelu_tanh": "gelu_tanh_approx", "relu": "relu", "silu": "silu"}
-_GATED = {"silu": "swiglu", "gelu_tanh": "geglu", "relu": "reglu"}
+_ACTIVATIONS: dict[str | None, str | None] = {
+    None: None,
+    "gelu": "gelu_erf",
+    "gelu_tanh": "gelu_tanh_approx",
+    "relu": "relu",
+    "silu": "silu",
+}
+_GATED: dict[str | None, str | None] = {"silu": "swiglu", "gelu_tanh": "geglu", "relu": "reglu"}
 
 
 @cache
@@ -35,7 +41,7 @@ def _quack() -> Any:
 
 
 # What could not be compiled or launched here, by (activation, gated): asked for once, then left to the library.
-_failed: set[tuple[str, bool]] = set()
+_failed: set[tuple[str | None, bool]] = set()
 
 
 @cache
@@ -50,7 +56,7 @@ def serves(x: Tensor, n: int, activation: str | None, *, gated: bool) -> bool:
     return known and aligned and _on_hopper(x.device) and _quack() is not None
 
 
-def _run(x: Tensor, weight: Tensor, activation: str, *, gated: bool, **more: Any) -> Tensor | None:
+def _run(x: Tensor, weight: Tensor, activation: str | None, *, gated: bool, **more: Any) -> Tensor | None:
     names = _GATED if gated else _ACTIVATIONS
     try:
         out: Tensor = _quack().gemm_act(
@@ -62,13 +68,13 @@ def _run(x: Tensor, weight: Tensor, activation: str, *, gated: bool, **more: Any
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise
         _failed.add((activation, gated))
-        _log.warning("large products keep their %s apart, quack cannot run here: %s", activation, error)
+        _log.warning("large products keep their %s apart, quack cannot run here: %s", activation or "bias", error)
         return None
     return out
 
 
 def linear_epilogue(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, config: Any = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, config: Any = None
 ) -> Tensor | None:
     """activation(x @ weight.T + bias).
 

@@ -17,7 +17,7 @@ from rose.kernels.gemm import gemm, gemm_gated
 from rose.kernels.gemm_sm90 import gemm_sm90, runs_sm90
 from rose.kernels.launch import runs_triton
 from rose.kernels.onednn_linear import linear_onednn, runs_onednn
-from rose.kernels.tiles import Op, Tile, choose, heuristic
+from rose.kernels.tiles import Op, Tile, choose, heuristic, prefers_epilogue
 
 __all__ = [
     "activate",
@@ -81,12 +81,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: st
     if tile is None:
         if runs_onednn(x):
             return linear_onednn(x, weight, bias, activation)
-        if activation is not None and gemm_epilogue.serves(x, weight.shape[0], activation, gated=False):
-            out = gemm_epilogue.linear_epilogue(x, weight, bias, activation)
-            if out is not None:
-                return out
+        out = _epilogue("linear", x, weight, bias, activation)
+        if out is not None:
+            return out
         return activate_in_place(F.linear(x, weight, bias), activation)
     return run_tile(x, weight, bias, activation, tile, pieces=False, gated=False)
+
+
+def _epilogue(op: Op, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor | None:
+    """Where there is an activation to take along, or where it was measured to be faster without one."""
+    n, k = weight.shape
+    if activation is None and not prefers_epilogue(op, n, k, x.shape[0]):
+        return None
+    if not gemm_epilogue.serves(x, n, activation, gated=False):
+        return None
+    return gemm_epilogue.linear_epilogue(x, weight, bias, activation)
 
 
 def linear_partial_ref(x: Tensor, weight: Tensor) -> Tensor:
@@ -102,7 +111,10 @@ def linear_partial(x: Tensor, weight: Tensor) -> Tensor:
     tile = _tile("partial", x, weight.shape[0])
     if tile is not None:
         return run_tile(x, weight, None, None, tile, pieces=True, gated=False)
-    return linear_onednn(x, weight, None, None).unsqueeze(0) if runs_onednn(x) else linear_partial_ref(x, weight)
+    if runs_onednn(x):
+        return linear_onednn(x, weight, None, None).unsqueeze(0)
+    out = _epilogue("partial", x, weight, None, None)
+    return linear_partial_ref(x, weight) if out is None else out.unsqueeze(0)
 
 
 def linear_gated_ref(x: Tensor, weight: Tensor, activation: str = "silu") -> Tensor:

@@ -19,8 +19,9 @@ Op = Literal["linear", "partial", "gated"]
 # "plain": rose/kernels/gemm.py; "prefetch": the same, asking the L2 cache for all weights of a program before it waits
 # for the kernel before it; "sm90": rose/kernels/gemm_sm90.py, which takes them into shared memory by then.
 Kind = Literal["plain", "prefetch", "sm90"]
-# How a product may be served: as the table has it, by the rule for shapes that are not in it, by the library.
-Variant = Literal["table", "heuristic", "library"]
+# How a product may be served: as the table has it, by the rule for shapes that are not in it, by the library, or by
+# rose/kernels/gemm_epilogue.py where there is no activation that would take it there anyway.
+Variant = Literal["table", "heuristic", "library", "epilogue"]
 
 BUCKETS = (16, 32, 64, 128, 192, 256, 512, 1024)
 LARGE = "large"
@@ -112,7 +113,7 @@ def choose(op: Op, n: int, k: int, tokens: int) -> Tile | None:
     """
     name = bucket(tokens)
     preferred = _preferred.get(key(op, n, k), {}).get(name, "table")
-    if preferred == "library":
+    if preferred in ("library", "epilogue"):
         return None
     if preferred == "heuristic":
         return heuristic(op, n, k, tokens)
@@ -126,6 +127,10 @@ def choose(op: Op, n: int, k: int, tokens: int) -> Tile | None:
     if halves(op) * n * k >= _HEAVY:
         return heavy(op, n, k) if name == str(BUCKETS[0]) else None
     return (few_tokens(op, n, k) if tokens <= _FEW else None) or heuristic(op, n, k, tokens)
+
+
+def prefers_epilogue(op: Op, n: int, k: int, tokens: int) -> bool:
+    return _preferred.get(key(op, n, k), {}).get(bucket(tokens)) == "epilogue"
 
 
 def halves(op: Op) -> int:

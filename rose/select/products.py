@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rose.config import ArchitectureConfig
 from rose.config.profile import Products
-from rose.kernels import tiles
+from rose.kernels import gemm_epilogue, tiles
 from rose.kernels.activation import activate, gated_activation_ref
 from rose.kernels.add_norm import add_rms_norm
 from rose.kernels.gemm_sm90 import runs_sm90
@@ -89,7 +89,7 @@ def _chains(product: Product, tokens: int, device: torch.device, dtype: torch.dt
     residual = torch.zeros(tokens, product.n, device=device, dtype=dtype)
     gain = torch.ones(product.n, device=device, dtype=dtype)
     truth = _reference(product, x, weights[0])
-    for name, run in _variants(product, tokens, device).items():
+    for name, run in _variants(product, x).items():
 
         def chain(run: Callable[[Tensor, Tensor], Tensor] = run) -> None:
             for weight in weights:
@@ -107,9 +107,9 @@ def _chains(product: Product, tokens: int, device: torch.device, dtype: torch.dt
             continue
 
 
-def _variants(product: Product, tokens: int, device: torch.device) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+def _variants(product: Product, x: Tensor) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     """Each as the layers call it: what goes on after a library's product is part of its time."""
-    op, activation = product.op, product.activation
+    op, activation, tokens = product.op, product.activation, x.shape[0]
     run: Callable[[Tensor, Tensor], Tensor]
     if op == "gated":
         run = partial(linear_gated, activation=activation or "silu")
@@ -122,7 +122,9 @@ def _variants(product: Product, tokens: int, device: torch.device) -> dict[str, 
     variants: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"table": run}
     if tile is not None:
         variants["library"] = _preferring(product.key, tokens, "library", run)
-    if tile != rule and not (rule.kind == "sm90" and not runs_sm90(device)):
+    if op != "gated" and activation is None and gemm_epilogue.serves(x, product.n, None, gated=False):
+        variants["epilogue"] = _preferring(product.key, tokens, "epilogue", run)
+    if tile != rule and not (rule.kind == "sm90" and not runs_sm90(x.device)):
         variants["heuristic"] = _preferring(product.key, tokens, "heuristic", run)
     return variants
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rose.kernels import gemm_epilogue, linear
+from rose.kernels import gemm_epilogue, linear, tiles
 
 ACTIVATIONS = {
+    None: lambda x: x,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
@@ -55,10 +56,11 @@ def test_a_cpu_is_not_served():
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "activation", "gated"), [(64, 64, None, False), (63, 64, "gelu", False), (64, 64, "gelu", True)]
+    ("n", "k", "activation", "gated"),
+    [(63, 64, None, False), (63, 64, "gelu", False), (64, 64, "gelu", True), (64, 64, None, True)],
 )
 def test_what_it_cannot_do_stays_apart(monkeypatch, n, k, activation, gated):
-    """No epilogue without an activation, none for shapes off its tiles, and no gated pair of the erf form."""
+    """None for shapes off its tiles, no gated pair of the erf form or of none."""
     monkeypatch.setattr(gemm_epilogue, "_on_hopper", lambda device: True)
     monkeypatch.setattr(gemm_epilogue, "_quack", lambda: object())
     x = torch.empty(2000, k, dtype=torch.bfloat16)
@@ -102,3 +104,24 @@ def test_large_products_come_here(monkeypatch):
     linear.linear_gated(x, w, "silu")
     assert called == ["linear", "gated"]
     assert torch.equal(linear.linear(x, w), F.linear(x, w))
+
+
+def test_without_an_activation_only_where_that_was_measured(monkeypatch):
+    asked = []
+
+    def epilogue(x, weight, bias, activation):
+        asked.append((tuple(weight.shape), bias is not None, activation))
+        return F.linear(x, weight, bias)
+
+    monkeypatch.setattr(gemm_epilogue, "_on_hopper", lambda device: True)
+    monkeypatch.setattr(gemm_epilogue, "_quack", lambda: object())
+    monkeypatch.setattr(gemm_epilogue, "linear_epilogue", epilogue)
+    monkeypatch.setattr(linear, "runs_onednn", lambda x: False)
+    x, w, bias = (torch.randn(*shape).bfloat16() for shape in ((1500, 64), (128, 64), (128,)))
+    expected = F.linear(x, w, bias), F.linear(x, w)[None]
+    for variant, calls in (("library", []), ("epilogue", [((128, 64), True, None), ((128, 64), False, None)])):
+        asked.clear()
+        with tiles.preferring("linear:128x64", "large", variant), tiles.preferring("partial:128x64", "large", variant):
+            assert torch.equal(linear.linear(x, w, bias), expected[0])
+            assert torch.equal(linear.linear_partial(x, w), expected[1])
+        assert asked == calls
