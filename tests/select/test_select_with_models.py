@@ -85,7 +85,7 @@ def test_steps_of_generating_lie_in_pages_of_their_own() -> None:
 @pytest.mark.weights
 def test_minilm_on_the_cpu(minilm_folder: Path) -> None:
     folder = read_model_folder(minilm_folder)
-    result = measure_model(folder, CPU, torch.float32, "minilm", Options(seconds=12))
+    result = measure_model(folder, CPU, torch.float32, "minilm", Options(seconds=60, batch_tokens=1024, max_rounds=4))
     (numbers,) = result.profile.models
     assert numbers.num_threads in {row[1] for row in numbers.threads}
     assert numbers.bulk_tokens in dict(numbers.saturation)
