@@ -76,13 +76,13 @@ def test_on_a_device_too(folder, expected, call):
 
 @PLAIN_AND_GRAPHS
 def test_failures_at_any_time_beside_arrivals_and_aborts(device, folder, model, reference, graph_bytes):
-    """Every ninth forward fails if it has company; few pages, so that some are preempted."""
+    """Now and then a forward fails if it has company; few pages, so that some are preempted."""
     lengths = [9, 30, 17, 5, 1, 40, 22, 12]
     work = [(ids, {"max_new_tokens": 10}) for ids in prompts(lengths, 3)]
     for seed in range(3):
         limits = {"pages": 40, "prefill_tokens": 20, "max_running": 5, "graph_bytes": graph_bytes}
         engine, model = breaking(
-            folder, device, model, lambda n, batch: n % 9 == 4 and real_sequences(batch) > 1, **limits
+            folder, device, model, lambda n, batch: n % 31 == 9 and real_sequences(batch) > 1, **limits
         )
         for (ids, _), answer in zip(work, staggered(engine, work, seed), strict=True):
             assert answer.error is None
