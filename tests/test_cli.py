@@ -139,7 +139,23 @@ def test_doctor_reports_versions_threads_and_a_reason_for_every_missing_backend(
     backends = [line for line in out.splitlines() if line.startswith("  ")]
     assert backends
     assert all(line.endswith(" ok") or len(line.partition(" no: ")[2]) > 5 for line in backends)
-    assert any(line.split() == ["torch_sdpa", "ok"] for line in backends)
+    assert sum(line.split() == ["torch_sdpa", "ok"] for line in backends) == 2
+    paged = out[out.index("causal, paged (Qwen3-0.6B generating)") :].splitlines()[1:4]
+    assert [line.split()[0] for line in paged] == ["triton_paged", "flashinfer_paged", "torch_paged"]
+    assert paged[2].split() == ["torch_paged", "ok"]
+
+
+def test_doctor_leaves_out_a_paged_backend_that_reads_what_others_left(capsys, monkeypatch):
+    from rose.attention_backends import check
+    from rose.attention_backends.check_paged import NotFinite
+
+    verdicts = iter([NotFinite("not finite in decoding"), None])
+    monkeypatch.setattr(check, "check_paged", lambda *args: next(verdicts))
+    assert cli.main(["doctor"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  torch_paged"))
+    assert line.split(maxsplit=1)[1] == (
+        "no: reads beyond a sequence's end: NaN that another one left in a page comes out (not finite in decoding)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The self-check: every backend that can be loaded against the float64 reference, plainly and through a graph.
+"""The self-check: every backend that can be loaded against the float64 reference; ragged ones plainly and through a
+graph, paged ones (see check_paged.py) plainly.
 
 Packages of this field have shipped kernels that were wrong on one architecture, head dim or length only, so a backend
 that was not checked on this machine is not to be trusted. Knows backends by their surface; knows no models.
@@ -16,7 +17,15 @@ import torch
 from torch import Tensor
 
 from rose.attention_backends.auto import spec_for
-from rose.attention_backends.base import AttentionBackend, AttentionSpec, backend_names, can_capture, try_backend
+from rose.attention_backends.base import (
+    AttentionBackend,
+    AttentionSpec,
+    backend_names,
+    can_capture,
+    paged_backend_names,
+    try_backend,
+)
+from rose.attention_backends.check_paged import NotFinite, check_paged, described
 from rose.attention_backends.reference import (
     TOLERANCE,
     even_split,
@@ -29,6 +38,8 @@ from rose.batch import AttentionPlan, Batch
 
 # Around the sizes where a kernel changes its mind: one row, one warp tile, one block, more than one.
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 512, 4096)
+# Far from any key or value, and zero times it is zero.
+FINITE_POISON = 1000.0
 _FULL_HEAD_DIMS = (64, 128, 256)
 _FULL_GROUPS = (1, 2, 4, 8)
 
@@ -129,16 +140,17 @@ class StaticAttention:
 
 
 def check_backends(spec: AttentionSpec, full: bool = False) -> dict[str, str | None]:
-    """Check every backend that can serve `spec` on its device.
+    """Check every backend of the spec's layout that can serve `spec` on its device.
 
     Args:
-        full: besides `spec` itself, head dims 64, 128, 256, groups of 1, 2, 4, 8 query heads, causal and not, and a
-            sequence of 4096 tokens. Minutes, where kernels must be compiled first.
+        full: besides `spec` itself, head dims 64, 128, 256, groups of 1, 2, 4, 8 query heads; of ragged ones also
+            causal and not, and a sequence of 4096 tokens. Minutes, where kernels must be compiled first.
 
     Returns:
         By name, None if it agrees with the reference, else why it is not to be used (missing, unsupported or wrong).
     """
-    return {name: check_backend(name, spec, full) for name in backend_names()}
+    names = paged_backend_names() if spec.layout == "paged" else backend_names()
+    return {name: check_backend(name, spec, full) for name in names}
 
 
 def check_backend(name: str, spec: AttentionSpec, full: bool = False) -> str | None:
@@ -151,9 +163,9 @@ def check_backend(name: str, spec: AttentionSpec, full: bool = False) -> str | N
                 return found
             continue  # the full grid reaches beyond some backends; only `spec` itself decides
         try:
-            reason = _check(found, narrowed, full)
+            reason = _check_paged(name, found, narrowed) if spec.layout == "paged" else _check(found, narrowed, full)
         except Exception as error:  # noqa: BLE001  third-party compilers raise kinds of their own
-            return f"failed on {_described(variant)}: {type(error).__name__}: {error}"
+            return f"failed on {described(variant)}: {type(error).__name__}: {error}"
         if reason is not None:
             return reason
     return None
@@ -161,10 +173,22 @@ def check_backend(name: str, spec: AttentionSpec, full: bool = False) -> str | N
 
 def _variants(spec: AttentionSpec) -> Iterator[AttentionSpec]:
     yield spec
-    for head_dim, group, causal in product(_FULL_HEAD_DIMS, _FULL_GROUPS, (False, True)):
+    maskings = (True,) if spec.layout == "paged" else (False, True)
+    for head_dim, group, causal in product(_FULL_HEAD_DIMS, _FULL_GROUPS, maskings):
         yield replace(
             spec, head_dim=head_dim, num_heads=8, num_kv_heads=8 // group, causal=causal, scale=head_dim**-0.5
         )
+
+
+def _check_paged(name: str, backend: AttentionBackend, spec: AttentionSpec) -> str | None:
+    reason = check_paged(backend, spec)
+    if not isinstance(reason, NotFinite):
+        return reason
+    # A cache is bound once, so another one: is it the NaN that lay there, or its own?
+    other = try_backend(name, spec)
+    if isinstance(other, str) or check_paged(other, spec, FINITE_POISON) is not None:
+        return reason
+    return f"reads beyond a sequence's end: NaN that another one left in a page comes out ({reason})"
 
 
 def _check(backend: AttentionBackend, spec: AttentionSpec, full: bool) -> str | None:
@@ -219,13 +243,6 @@ def _compare(
     if error <= TOLERANCE[spec.dtype]:
         return None
     return (
-        f"wrong when {how} on {_described(spec)} with lengths {', '.join(map(str, lengths))}: a row is off by "
+        f"wrong when {how} on {described(spec)} with lengths {', '.join(map(str, lengths))}: a row is off by "
         f"{error:.3g} of its length, at most {TOLERANCE[spec.dtype]:.3g} is rounding"
-    )
-
-
-def _described(spec: AttentionSpec) -> str:
-    return (
-        f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}, {str(spec.dtype).removeprefix('torch.')}, "
-        f"{'causal' if spec.causal else 'bidirectional'}"
     )

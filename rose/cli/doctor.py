@@ -11,7 +11,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import rose
 from rose.cli.shared import Commands, add_command
@@ -25,6 +25,13 @@ _PACKAGES: dict[str, tuple[str, ...]] = {
     "gateway": ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "grpcio", "prometheus-client"),
     "gpu": ("triton", "flashinfer-python", "flash-attn-4", "nvidia-cutlass-dsl", "fla-core"),
 }
+
+# Query heads, key/value heads, head dim, layout, whose.
+_SHAPES: tuple[tuple[int, int, int, Literal["ragged", "paged"], str], ...] = (
+    (16, 16, 64, "ragged", "BGE-M3"),
+    (16, 8, 128, "ragged", "Qwen3-0.6B, pplx-embed 0.6b"),
+    (16, 8, 128, "paged", "Qwen3-0.6B generating"),
+)
 
 
 def add_doctor(commands: Commands) -> None:
@@ -85,26 +92,28 @@ def _cuda_facts(index: int) -> str:
 
 
 def _backend_lines(device: torch.device) -> Iterator[str]:
-    """Which attention backends agree with the fp64 reference on `device`, for the two shapes most served."""
+    """Which attention backends agree with the fp64 reference on `device`: for the two shapes of embedders most served,
+    and for one that generates."""
     import torch
 
     from rose.attention_backends.base import AttentionSpec
     from rose.attention_backends.check import check_backends
 
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    for heads, kv_heads, head_dim, who in ((16, 16, 64, "BGE-M3"), (16, 8, 128, "Qwen3-0.6B, pplx-embed 0.6b")):
+    for heads, kv_heads, head_dim, layout, who in _SHAPES:
         spec = AttentionSpec(
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             dtype=dtype,
             device=device,
-            causal=False,
+            causal=layout == "paged",
             scale=head_dim**-0.5,
+            layout=layout,
         )
         yield (
             f"attention on {device}, checked against fp64: {heads} heads over {kv_heads} of {head_dim}, "
-            f"{str(dtype).removeprefix('torch.')}, bidirectional, ragged ({who})"
+            f"{str(dtype).removeprefix('torch.')}, {'causal' if spec.causal else 'bidirectional'}, {layout} ({who})"
         )
         for name, reason in check_backends(spec).items():
             yield f"  {name:<17} " + ("ok" if reason is None else f"no: {reason}")

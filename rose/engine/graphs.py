@@ -2,12 +2,13 @@
 
 Policy only: a `Capturer` knows how to capture on its device; without one everything runs plain through the same door.
 The device buffers a graph reads belong to its key and die with it. Captured bytes are counted against a budget, least
-recently used graphs make room, and a failed capture leaves the key plain and the engine serving.
+recently used graphs make room, and a failed capture or replay leaves the key plain and the engine serving.
 Runs in the executor's thread only. Knows neither requests nor models.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -161,10 +162,15 @@ class LazyGraphs:
         """
         held = self._held.get(key)
         if held is not None:
-            held.packed.copy_(inputs, non_blocking=True)
-            if not held.fixed:
-                forward.load(held.packed, key, held.forward)
-            held.graph.replay()
+            try:
+                held.packed.copy_(inputs, non_blocking=True)
+                if not held.fixed:
+                    forward.load(held.packed, key, held.forward)
+                held.graph.replay()
+            except Exception as error:
+                # The batch fails, and is tried again by whoever launched it: not by this graph.
+                self._give_up(key, error)
+                raise
             # The books are kept beside the device.
             self._runs += 1
             self.metrics.hits += 1
@@ -259,6 +265,13 @@ class LazyGraphs:
             self._seen.pop(key, None)
             self.metrics.bytes -= coldest.bytes
             self.metrics.evicted += 1
+
+    def _give_up(self, key: BatchKey, error: Exception) -> None:
+        held = self._held.pop(key)
+        self.metrics.bytes -= held.bytes
+        with contextlib.suppress(RuntimeError):  # the device may be lost; the first error is the one to tell
+            held.graph.release()
+        self._refuse(key, f"its replay failed: {type(error).__name__}: {error}")
 
     def _refuse(self, key: BatchKey, reason: str) -> None:
         self._refused.add(key)

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 
 from rose.engine.generation.request import GenerationStep
-from rose.errors import InternalError, NonFinite, RoseError
+from rose.errors import InternalError
 from rose.server.batches import DeviceLostError
 from rose.server.generating import GenerateService
 from rose.server.ports import GenerationPort
@@ -79,9 +79,8 @@ class Generations:
         for token in step.tokens:
             self._service.take(token, now)
         self._count(step, now)
-        if step.failed:
-            self._fail(step)
-        return step.launched or bool(step.tokens or step.failed)
+        self._fail(step)
+        return step.launched or bool(step.tokens or step.failed or step.failed_batches)
 
     def collect(self) -> None:
         """Send the tokens. After `launch`, so that the device is at work meanwhile."""
@@ -90,27 +89,21 @@ class Generations:
     def _count(self, step: GenerationStep, now: float) -> None:
         stats = self._service.stats
         stats.batches += step.launched
+        stats.failed_batches += step.failed_batches
+        stats.retried_items += step.retried
         if step.tokens:
             stats.tokens += len(step.tokens)
             self._service.rate.measured(len(step.tokens), now - self._measured_until)
             self._measured_until = now
 
     def _fail(self, step: GenerationStep) -> None:
-        failed_forward = False
         for engine_id, error in step.failed.items():
             generation = self._service.requests.running(engine_id)
             if generation is not None:
                 self._service.fail(generation, error)
-            failed_forward |= _is_of_the_forward(error)
-        if failed_forward:
-            self._service.stats.failed_batches += 1
+        if step.failed_batches:
             self._check_device()
 
     def _check_device(self) -> None:
         if not self._device_alive():
             raise DeviceLostError("the device is lost: this engine process ends and has to be started again")
-
-
-def _is_of_the_forward(error: RoseError) -> bool:
-    """A request's own fault, its deadline or its logits, says nothing about the device."""
-    return isinstance(error, InternalError) and not isinstance(error, NonFinite)

@@ -9,16 +9,10 @@ import pytest
 
 from rose import cli
 from rose.cli.bulk import run as bulk_run
-from tests.support.scripted_api import refusal, score_of, scripted_api
+from tests.support.scripted_api import refusal, score_of
 
 QUERY = "which one?"
 DOCUMENTS = [f"document {i}" for i in range(100)]
-
-
-@pytest.fixture
-def api():
-    with scripted_api() as served:
-        yield served
 
 
 @pytest.fixture

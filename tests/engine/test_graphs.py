@@ -278,6 +278,27 @@ def test_a_forward_that_raises_raises_and_the_key_goes_on():
     assert run(graphs, key(128), 2) == 3
 
 
+def test_a_replay_that_fails_is_the_last_of_its_graph():
+    """The batch hears of it; tried again, it runs plain, and its plan's memory serves others."""
+    capturer = FakeCapturer()
+    graphs, released = make(capturer)
+    for _ in range(2):
+        run(graphs, key(64), 0)
+        run(graphs, key(128), 0)
+    graph = capturer.graphs[0][1]
+    graph.replay = lambda: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        run(graphs, key(64), 1)
+    assert graph.released
+    assert released == [key(64)]
+    assert (key(64) in graphs, key(128) in graphs) == (False, True)
+    assert (graphs.metrics.failed, graphs.metrics.bytes) == (1, graphs._held[key(128)].bytes)
+    plain = graphs.metrics.plain
+    assert [run(graphs, key(64), n) for n in (4, 5, 6)] == [5, 6, 7]
+    assert graphs.metrics.plain == plain + 3
+    assert run(graphs, key(128), 7) == 8
+
+
 def test_keys_seen_once_are_forgotten_in_the_end(monkeypatch):
     monkeypatch.setattr("rose.engine.graphs.MAX_COUNTED", 10)
     graphs, released = make(FakeCapturer())

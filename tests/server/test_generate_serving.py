@@ -115,6 +115,7 @@ def test_a_fault_is_an_error_of_its_request_only(bad, kind):
         with Client(server.address) as client:
             stats = client.stats()
     assert (stats.requests_total, stats.answered_total, dict(stats.errors_total)) == (3, 2, {kind.kind: 1})
+    assert stats.failed_batches_total == (kind is InternalError)
 
 
 def test_an_engine_that_fails_ends_what_is_open_and_serves_the_next():

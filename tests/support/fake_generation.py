@@ -198,8 +198,10 @@ class FakeGenerationEngine:
             raise error
         tokens: list[NewToken] = []
         failed = self._expire()
+        failed_batches = 0
         while self.ready():
             batch = self._in_flight.popleft()
+            failed_batches += any(type(error) is InternalError for error in batch.failed.values())
             for token in batch.tokens:
                 if token.request_id in self._running:
                     tokens.append(token)
@@ -211,7 +213,7 @@ class FakeGenerationEngine:
         self.generated += len(tokens)
         started: list[int] = []
         launched = len(self._in_flight) < 2 and self._launch(started)
-        return GenerationStep(tokens, failed, launched, started)
+        return GenerationStep(tokens, failed, launched, started, failed_batches)
 
     def finish(self, count: int = 1) -> None:
         """Let the oldest batches in flight finish; from any thread. Each frees the engine to launch another."""

@@ -10,7 +10,15 @@ from collections.abc import Iterable
 
 import torch
 
-from rose.attention_backends.base import AttentionBackend, AttentionSpec, Paged, load_backend, try_backend
+from rose.attention_backends.base import (
+    AttentionBackend,
+    AttentionSpec,
+    Paged,
+    load_backend,
+    paged_backend_names,
+    try_backend,
+)
+from rose.attention_backends.check import check_backend
 from rose.attention_backends.choose import best_overall
 from rose.attention_backends.kv_cache import KVCache
 from rose.config import EngineConfig
@@ -32,6 +40,8 @@ _log = logging.getLogger(__name__)
 # activations, logits and attention's workspace.
 FREE_SHARE = 0.85
 CPU_CACHE_BYTES = 1 << 30
+# Plain torch, on which the others fall back: where it is wrong, so is the model's every product.
+TRUTH = "torch_paged"
 
 
 def build_generation_engine(
@@ -51,7 +61,7 @@ def build_generation_engine(
     Args:
         dtype: dtype of the model's weights, and of the cache.
         backend: name of the attention backend; "auto" takes the one that a profile of this device finds fastest, or the
-            first of those that serve this model here.
+            first of those that serve this model here, and checks it against the reference before.
         num_threads: threads of torch's operators on the CPU, or None for torch's own choice.
         end_ids: tokens that end a sequence by the model's own word.
         vocab_limit: no token at or above it is drawn: the tokenizer has none; None for the model's vocabulary.
@@ -114,14 +124,21 @@ def build_generation_engine(
 
 def _attention(backend: str, spec: AttentionSpec, found: Found) -> AttentionBackend:
     """One backend for all loads: a cache is bound to it."""
-    if backend == "auto" and found.grid is not None:
-        for name in best_overall(found.grid.points):
-            if name in found.grid.excluded:
-                continue
-            ready = try_backend(name, spec)
-            if not isinstance(ready, str):
-                return ready
-    return load_backend(backend, spec)
+    if backend != "auto" or spec.layout != "paged":
+        return load_backend(backend, spec)
+    grid, reasons = found.grid, {}
+    measured = () if grid is None else (n for n in best_overall(grid.points) if n not in grid.excluded)
+    for name in dict.fromkeys((*measured, *paged_backend_names())):
+        ready = try_backend(name, spec)
+        if isinstance(ready, str):
+            reasons[name] = ready
+        elif (reason := None if name == TRUTH else check_backend(name, spec)) is None:
+            return ready
+        else:
+            reasons[name] = reason
+            _log.warning("attention backend %s is left out: %s", name, reason)
+    words = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    raise StartupError(f"attention backend auto does not serve this model: {words}")
 
 
 def _executor(

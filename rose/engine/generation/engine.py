@@ -7,6 +7,7 @@ owns an engine. Knows token ids and budgets; knows neither text nor carriers.
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import time
@@ -34,6 +35,8 @@ from rose.engine.graphs import LazyGraphs
 from rose.engine.pipeline import Pipeline
 from rose.errors import InternalError, NonFinite, RoseError
 from rose.kernels.sample import warm_up_sampling
+
+_log = logging.getLogger(__name__)
 
 # The second batch is launched this long before the first should end, or this share of its time: planning, staging and
 # launching take some 0.3 ms, and a prompt's chunk is harder to foresee than a batch of an embedder. Not earlier, so
@@ -136,10 +139,11 @@ class GenerationEngine:
 
         Never waits for the device.
         """
-        failed: dict[int, RoseError] = {}
         tokens: list[NewToken] = []
+        failed: dict[int, RoseError] = {}
+        step = GenerationStep(tokens, failed)
         while self.ready():
-            self._land(self._flights.popleft(), tokens, failed)
+            self._land(self._flights.popleft(), tokens, failed, step)
         now = self._clock()
         if expired := self._scheduler.expire(now):
             self.metrics.expired_requests += len(expired)
@@ -147,10 +151,10 @@ class GenerationEngine:
         plan = None
         if self._scheduler.has_work and now >= self._launch_at():
             plan = self._scheduler.next_batch()
-        if plan is None:
-            return GenerationStep(tokens, failed)
-        self._launch_plan(plan, now)
-        return GenerationStep(tokens, failed, launched=True, started=plan.started)
+        if plan is not None:
+            self._launch_plan(plan, now)
+            step.launched, step.started = True, plan.started
+        return step
 
     def ready(self) -> bool:
         """Whether the oldest batch in flight has finished, so that `step` has tokens to bring."""
@@ -288,7 +292,7 @@ class GenerationEngine:
             staged = self._staging.write(self._next_slot(), plan)
             seconds = self._pipeline.expect(staged.key)
             ticket = self._launch(staged, seconds)
-        except Exception as error:  # noqa: BLE001  the requests of this batch must hear of it, and no others
+        except Exception as error:  # noqa: BLE001  it concerns this batch only, and is dealt with when its turn comes
             seconds, ticket = None, DoneTicket.failed(error)
         else:
             self._count(plan, staged)
@@ -318,16 +322,16 @@ class GenerationEngine:
         metrics.prefill_tokens += prefill
         metrics.padding_tokens += staged.key.tokens - plan.decodes - prefill
 
-    def _land(self, flight: _Flight, tokens: list[NewToken], failed: dict[int, RoseError]) -> None:
+    def _land(
+        self, flight: _Flight, tokens: list[NewToken], failed: dict[int, RoseError], step: GenerationStep
+    ) -> None:
         """Take a finished batch's tokens, or what it failed with."""
         self._pipeline.retire()
         plan = flight.plan
         try:
             drawn = read_drawn(flight.ticket.result())
-        except Exception as error:  # noqa: BLE001  a forward may raise anything; it ends this batch's requests only
-            self.metrics.failed_batches += 1
-            reason = _as_rose_error(error)
-            failed.update(dict.fromkeys(self._scheduler.fail_batch(plan), reason))
+        except Exception as error:  # noqa: BLE001  a forward may raise anything; it concerns this batch only
+            failed.update(self._fail_batch(plan, error, step))
             return
         chunks, ids = plan.chunks, drawn.ids
         if min(ids) < 0:
@@ -340,6 +344,27 @@ class GenerationEngine:
         arrived = [new for new in news if new is not None]
         self.metrics.generated_tokens += len(arrived)
         tokens += arrived
+
+    def _fail_batch(self, plan: BatchPlan, error: Exception, step: GenerationStep) -> dict[int, RoseError]:
+        """Its sequences are tried again alone; the requests that end with the error, if one of them is at fault."""
+        self.metrics.failed_batches += 1
+        before = self._scheduler.metrics.retries
+        ended = dict.fromkeys(self._scheduler.fail_batch(plan), _as_rose_error(error))
+        retried = self._scheduler.metrics.retries - before
+        step.failed_batches += 1
+        step.retried += retried
+        # What was queued before it failed may still read its buffer.
+        self._staging.renew()
+        _log.error(
+            "a batch of %d sequences failed, %d are tried again alone and %d have failed: %s: %s",
+            len(plan.chunks),
+            retried,
+            len(ended),
+            type(error).__name__,
+            error,
+            exc_info=error,
+        )
+        return ended
 
     def _end_non_finite(self, chunks: list[Chunk], ids: list[int], failed: dict[int, RoseError]) -> list[int]:
         """Chunks that draw nothing are looked at too, before their pages are offered to others: where one token is not

@@ -98,12 +98,17 @@ class GenerationStep:
     Attributes:
         tokens: that arrived on the host since the last step, in the order they were drawn; at most one a request and
             batch.
-        failed: requests that ended with an error (deadline, logits that are not finite, a failed forward), by id.
+        failed: requests that ended with an error (deadline, logits that are not finite, a forward that failed with the
+            request alone), by id.
         launched: whether a batch was launched.
         started: requests whose first tokens are in that batch, by id; a request that was preempted is told of once.
+        failed_batches: batches whose staging or forward raised; the device may be lost.
+        retried: their sequences that are tried again.
     """
 
     tokens: list[NewToken] = field(default_factory=list)
     failed: Mapping[int, RoseError] = field(default_factory=dict)
     launched: bool = False
     started: Sequence[int] = ()
+    failed_batches: int = 0
+    retried: int = 0

@@ -103,9 +103,9 @@ class Running:
                 return False
         return True
 
-    def decode(self) -> list[Chunk]:
-        """One token of every decoding sequence; all of them have room for it."""
-        chunks = list(self._decoding.values())
+    def decode(self, only: Sequence | None = None) -> list[Chunk]:
+        """One token of every decoding sequence, or of one; all of them have room for it."""
+        chunks = list(self._decoding.values()) if only is None else [self._decoding[only.serial]]
         last: list[Sequence] = []
         for chunk in chunks:
             sequence = chunk.sequence
@@ -120,10 +120,10 @@ class Running:
             self._drain(sequence)
         return chunks
 
-    def prefill(self, chunks: list[Chunk], budget: int) -> int:
-        """Append chunks of prompts, in the order of their age. Returns what is left of the budget."""
-        done = 0
-        for sequence in self._prefilling:
+    def prefill(self, chunks: list[Chunk], budget: int, only: Sequence | None = None) -> int:
+        """Append chunks of prompts, in the order of their age, or of one. Returns what is left of the budget."""
+        done: list[Sequence] = []
+        for sequence in self._prefilling if only is None else (only,):
             if budget <= 0:
                 break
             left = sequence.known - sequence.computed
@@ -132,15 +132,16 @@ class Running:
             budget -= length
             sequence.computed += length
             sequence.in_flight += 1
-            done += length == left
-        for sequence in self._prefilling[:done]:
+            if length == left:
+                done.append(sequence)
+        for sequence in done:
+            self._prefilling.remove(sequence)
             sequence.drawn += 1
             if sequence.drawn == sequence.max_length:
                 self._drain(sequence)
             else:
                 sequence.state = State.DECODE
                 self._decoding[sequence.serial] = Chunk(sequence, sequence.computed, 1, samples=True, from_device=True)
-        del self._prefilling[:done]
         return budget
 
     def pages_to_start(self, sequence: Sequence) -> list[int] | None:

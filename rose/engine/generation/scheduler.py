@@ -8,6 +8,9 @@ so far; the oldest one never does, so everything ends. Plain Python; knows neith
 
 Class BULK yields: its sequences start after all others, and lose lane and pages to them. It never starves: what was
 passed over or lost its pages too often counts as ONLINE from then on, with the age it has.
+
+When a batch fails, its sequences are set back and go on from the tokens they have, each alone at first: see trials.py.
+Until that is settled nothing new starts, and others go on only where no trial can.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from rose.engine.generation.limits import GenerationLimits, check_limits
 from rose.engine.generation.pages import PagePool
 from rose.engine.generation.request import Finish, GenerateRequest, NewToken
 from rose.engine.generation.running import Running, age
-from rose.engine.generation.sequence import BatchPlan, Sequence, State
+from rose.engine.generation.sequence import BatchPlan, Chunk, Sequence, State
+from rose.engine.generation.trials import MOST_UNEXPLAINED, Trials
 from rose.engine.generation.validation import check_generate
 from rose.engine.generation.waiting import Deadlines, WaitingLine
 from rose.engine.request import Priority
@@ -38,12 +42,14 @@ class SchedulerMetrics:
     Attributes:
         preemptions: times a sequence lost its pages.
         recomputed_tokens: tokens that such a sequence computes again to go on; those it finds in the cache left out.
-        wasted_tokens: drawn after their sequence had ended, and thrown away.
+        wasted_tokens: drawn after their sequence had ended, or after a batch of it had failed, and thrown away.
+        retries: times a sequence was set back, to be tried alone, because its batch had failed.
     """
 
     preemptions: int = 0
     recomputed_tokens: int = 0
     wasted_tokens: int = 0
+    retries: int = 0
 
 
 class GenerationScheduler:
@@ -69,6 +75,7 @@ class GenerationScheduler:
         self._waiting_tokens = 0
         self._running = Running(limits)
         self._bulk = BulkPatience()
+        self._trials = Trials()
         self._deadlines = Deadlines()
         self._in_flight: deque[BatchPlan] = deque()
         self._serial = 0
@@ -171,23 +178,21 @@ class GenerationScheduler:
         running.recycle_lanes()
         for sequence in running.grow():
             self._set_back(sequence)
+        tried = self._next_trial() if self._trials else None
+        if tried is not None or (self._trials and self._in_flight):
+            return self._planned(tried)
         started: list[int] = []
-        if waiting.first(0) is not None:
+        if waiting.first(0) is not None and not self._trials:
             self._admit(0, started)
         chunks = running.decode()
         decodes = len(chunks)
         budget = running.prefill(chunks, self.limits.batch_tokens - decodes)
-        if budget and waiting.first(0) is None and waiting.first(1) is not None:
+        if budget and waiting.first(0) is None and waiting.first(1) is not None and not self._trials:
             self._admit(1, started, budget)
             running.prefill(chunks, budget)
         if len(self._bulk):
             self._watch_bulk()
-        if not chunks:
-            self._stuck = True
-            return None
-        plan = BatchPlan(chunks, decodes, started)
-        self._in_flight.append(plan)
-        return plan
+        return self._planned(BatchPlan(chunks, decodes, started) if chunks else None)
 
     def commit(self, plan: BatchPlan, tokens: ListLike[int]) -> list[NewToken | None]:
         """Take the tokens a batch has drawn.
@@ -204,16 +209,23 @@ class GenerationScheduler:
         """
         if len(tokens) != plan.draws:
             raise RuntimeError(f"{len(tokens)} tokens for a plan that draws {plan.draws}")
-        if not self._in_flight or self._in_flight[0] is not plan:
-            raise RuntimeError("plans are committed in the order they were made, each once")
-        self._in_flight.popleft()
-        self._stuck = False
+        self._ended(plan)
+        trials = self._trials if self._trials else None
         news: list[NewToken | None] = []
         drawn = iter(tokens)
         reuse, page_size = self.pages.reuse, self.limits.page_size
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.in_flight -= 1
+            if sequence.void:
+                sequence.void -= 1
+                if chunk.samples:
+                    next(drawn)
+                    news.append(None)
+                    self.metrics.wasted_tokens += 1
+                continue
+            if trials is not None and chunk.from_device and sequence in trials:
+                self._clear(sequence)
             # Of a decoding sequence `start` says nothing any more; all it knew before this token is computed now.
             computed = sequence.known if chunk.samples else chunk.start + chunk.length
             if reuse and computed - sequence.kept * page_size >= page_size and not sequence.finished:
@@ -228,38 +240,92 @@ class GenerationScheduler:
         For one whose drawn token is of no use: call it before the `commit` of that plan, with any token in its place.
 
         Returns:
-            Whether it had not ended before.
+            Whether it had not ended before, and its token was not void anyway.
         """
-        if sequence.finished:
+        if sequence.finished or sequence.void:
             return False
+        if sequence in self._trials:
+            self._trials.convict(sequence)
         self.pages.forget(sequence.pages)
         self._end(sequence)
         return True
 
     def fail_batch(self, plan: BatchPlan) -> list[int]:
-        """End every sequence of a plan, because it could not be launched or its forward failed.
+        """A plan could not be launched, or its forward failed: its sequences are set back and tried alone.
 
         Args:
-            plan: any in flight.
+            plan: the oldest in flight.
 
         Returns:
-            The requests that ended so.
+            The requests that ended so: the one whose trial this was, and those that have been tried too often.
 
         Raises:
-            RuntimeError: the plan has ended already.
+            RuntimeError: another plan than the oldest.
         """
-        # By identity: plans compare by value.
-        where = next((index for index, other in enumerate(self._in_flight) if other is plan), None)
-        if where is None:
-            raise RuntimeError("this plan has ended already")
-        del self._in_flight[where]
-        self._stuck = False
+        self._ended(plan)
         failed: list[int] = []
+        company: list[Sequence] = []
         for chunk in plan.chunks:
-            chunk.sequence.in_flight -= 1
-            if self.fail(chunk.sequence):
-                failed.append(chunk.sequence.request.id)
+            sequence = chunk.sequence
+            sequence.in_flight -= 1
+            if sequence.void:
+                sequence.void -= 1
+            elif sequence in self._trials or sequence.unexplained >= MOST_UNEXPLAINED:
+                if self.fail(sequence):
+                    failed.append(sequence.request.id)
+            elif not sequence.finished:
+                company.append(sequence)
+        for sequence in company:
+            self._retry(sequence)
+        self._trials.begin(company)
         return failed
+
+    def _planned(self, plan: BatchPlan | None) -> BatchPlan | None:
+        if plan is None:
+            self._stuck = True
+        else:
+            self._in_flight.append(plan)
+        return plan
+
+    def _ended(self, plan: BatchPlan) -> None:
+        if not self._in_flight or self._in_flight[0] is not plan:
+            raise RuntimeError("plans end in the order they were made, each once")
+        self._in_flight.popleft()
+        self._stuck = False
+
+    def _next_trial(self) -> BatchPlan | None:
+        """A batch of one sequence on trial, if one has something to compute and the room for it."""
+        sequence = self._trials.next()
+        if sequence is None:
+            return None
+        if sequence.state is State.WAITING:
+            found = self._room_for(sequence)
+            if found is None:
+                return None
+            self._start(sequence, found)
+            self._trials.started(sequence)
+        if sequence.state is State.DECODE:
+            return BatchPlan(self._running.decode(sequence), 1)
+        chunks: list[Chunk] = []
+        self._running.prefill(chunks, self.limits.batch_tokens, sequence)
+        return BatchPlan(chunks, 0)
+
+    def _retry(self, sequence: Sequence) -> None:
+        """Compute it anew from the tokens that have arrived; what is still on its way follows from nothing."""
+        self.metrics.retries += 1
+        if sequence.state is State.WAITING:
+            self._waiting.remove(sequence)
+        else:
+            self._running.set_back(sequence)
+            self._waiting_tokens += sequence.known
+        sequence.drawn = sequence.known
+        sequence.void = sequence.in_flight
+
+    def _clear(self, sequence: Sequence) -> None:
+        """It has passed its trial; if it lost its pages meanwhile, it waits as anybody."""
+        self._trials.end(sequence)
+        if sequence.state is State.WAITING and not sequence.finished:
+            self._waiting.push(sequence)
 
     def _admit(self, rank: int, started: list[int], budget: int | None = None) -> None:
         """Start waiting sequences of a rank in their order, as long as there are tokens, lanes and pages for them."""
@@ -271,21 +337,26 @@ class GenerationScheduler:
                 return
             # Taken out first: what is set back for it may be older, and then waits before it.
             self._waiting.pop(rank)
-            found = running.pages_to_start(head)
-            if found is None and rank == 0:
-                found = self._yielded_by_bulk(head)
+            found = self._room_for(head)
             if found is None:
                 self._waiting.push(head)
                 self._blocked = (head.serial, self.pages.releases, running.free_lanes)
                 return
-            self._waiting_tokens -= head.known
-            running.start(head, found)
-            tokens = head.known - head.computed
-            budget -= tokens
+            self._start(head, found)
+            budget -= head.known - head.computed
             if head.preemptions == 0:
                 started.append(head.request.id)
-            else:
-                self.metrics.recomputed_tokens += tokens
+
+    def _room_for(self, head: Sequence) -> list[int] | None:
+        """As `pages_to_start`, after BULK sequences have yielded where that helps."""
+        found = self._running.pages_to_start(head)
+        return self._yielded_by_bulk(head) if found is None and head.rank == 0 else found
+
+    def _start(self, head: Sequence, found: list[int]) -> None:
+        self._waiting_tokens -= head.known
+        self._running.start(head, found)
+        if head.preemptions:
+            self.metrics.recomputed_tokens += head.known - head.computed
 
     def _yielded_by_bulk(self, head: Sequence) -> list[int] | None:
         """As `pages_to_start`, with what running BULK sequences give up for it: all that it takes, or nothing."""
@@ -312,14 +383,15 @@ class GenerationScheduler:
         if overdue is None:
             return
         self._bulk.promote(overdue)
-        if overdue.state is State.WAITING:
+        if overdue.state is not State.WAITING:
+            self._running.aged()
+        elif overdue not in self._trials:
             self._waiting.forget_one()
             self._waiting.push(overdue)
-        else:
-            self._running.aged()
 
     def _wait(self, sequence: Sequence) -> None:
-        self._waiting.push(sequence)
+        if sequence not in self._trials:
+            self._waiting.push(sequence)
         self._waiting_tokens += sequence.known
         self._stuck = False
 
@@ -351,9 +423,11 @@ class GenerationScheduler:
         sequence.finished = True
         if sequence.state is State.WAITING:
             self._waiting_tokens -= sequence.known
-            self._waiting.forget_one()
+            if sequence not in self._trials:
+                self._waiting.forget_one()
         else:
             self._running.leave(sequence)
+        self._trials.end(sequence)
         del self._open[sequence.request.id]
         self._bulk.discard(sequence)
         self._deadlines.sweep(len(self._open))

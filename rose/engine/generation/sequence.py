@@ -50,6 +50,8 @@ class Sequence:
         rank: 0 is served before 1; class BULK starts with 1.
         capacity: tokens that its pages hold.
         in_flight: chunks of it in batches that are planned and neither committed nor failed.
+        void: of them, those that followed a batch which failed: what they draw means nothing.
+        unexplained: how often a batch of it failed without anybody's being found guilty.
         digests: of its leading full pages, as far as anybody asked.
         kept: leading pages whose content is offered to others already.
     """
@@ -71,6 +73,8 @@ class Sequence:
     state: State = State.WAITING
     capacity: int = 0
     in_flight: int = 0
+    void: int = 0
+    unexplained: int = 0
     digests: list[bytes] = field(default_factory=list)
     kept: int = 0
 

@@ -132,6 +132,10 @@ class GenerationStaging:
         """`slot` may be written again once `ticket` is ready."""
         self._slots[slot].fence = ticket
 
+    def renew(self) -> None:
+        """Take other buffers: a launch that broke off has no ticket, and its copy may not have been made yet."""
+        self._slots = [self._slot(len(slot.array)) for slot in self._slots]
+
     def _fill_tokens(self, parts: Parts, work: _Work, lengths: tuple[int, ...], key: GenerationKey) -> None:
         """Ids, positions, slots and boundaries."""
         ids, positions, slots = parts["ids"], parts["positions"], parts["slots"]

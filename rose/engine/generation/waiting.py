@@ -37,6 +37,12 @@ class WaitingLine:
         """Take out what `first` returned."""
         heapq.heappop(self._heaps[rank])
 
+    def remove(self, sequence: Sequence) -> None:
+        """Take one out of the middle, so that it may come back; O(n)."""
+        heap = self._heaps[sequence.rank]
+        heap[:] = [entry for entry in heap if entry[1] is not sequence]
+        heapq.heapify(heap)
+
     def forget_one(self) -> None:
         """A sequence of the line ended or changed its rank. Searching for it costs O(n): they are swept by the half."""
         self._gone += 1

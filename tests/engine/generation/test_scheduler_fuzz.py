@@ -19,6 +19,7 @@ from rose.engine.generation.limits import GenerationLimits
 from rose.engine.generation.request import Finish, GenerateRequest, Sampling
 from rose.engine.generation.scheduler import GenerationScheduler
 from rose.engine.generation.sequence import Sequence, State
+from rose.engine.generation.trials import MOST_UNEXPLAINED
 from rose.engine.request import Priority
 from rose.errors import DeadlineExceeded, InvalidInput
 from tests.engine.generation.pretend_device import END, VOCAB, PretendDevice, expected_tokens
@@ -110,7 +111,9 @@ class Serving(RuleBasedStateMachine):
         assert len(plan.chunks) <= self.limits.max_running
         assert plan.draws == sum(chunk.samples for chunk in plan.chunks)
         planned = {chunk.sequence for chunk in plan.chunks}
-        if oldest is not None and oldest.state in (State.PREFILL, State.DECODE):
+        on_trial = [s for s in planned if s in scheduler._trials]
+        assert not on_trial or len(plan.chunks) == 1, "a trial in company"
+        if not on_trial and oldest is not None and oldest.state in (State.PREFILL, State.DECODE):
             assert oldest in planned, "the oldest runs and gets nothing"
         first = [s.request.id for s in (c.sequence for c in plan.chunks) if s in before and s.preemptions == 0]
         assert set(plan.started) <= set(first)
@@ -166,11 +169,29 @@ class Serving(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.in_flight and self.count % 5 == 0)
     @rule()
     def a_batch_fails(self):
+        self.break_down()
+
+    @precondition(lambda self: self.scheduler.in_flight > 1)
+    @rule()
+    def two_batches_fail_in_a_row(self):
+        self.break_down()
+        self.break_down()
+
+    def break_down(self):
+        """Only what fails alone, on its trial, or without anybody's fault again and again, is told of it."""
         plan = self.device.break_down()
-        running = {chunk.sequence.request.id for chunk in plan.chunks if not chunk.sequence.finished}
-        assert set(self.scheduler.fail_batch(plan)) == running
-        for number in running:
+        sequences = [chunk.sequence for chunk in plan.chunks]
+        live = [s for s in sequences if not s.finished and not s.void]
+        tried = {s.request.id for s in live if s in self.scheduler._trials}
+        assert not tried or len(sequences) == 1, "a trial in company"
+        worn = {s.request.id for s in live if s.unexplained >= MOST_UNEXPLAINED}
+        retries = self.scheduler.metrics.retries
+        assert set(self.scheduler.fail_batch(plan)) == tried | worn
+        assert self.scheduler.metrics.retries - retries == len(live) - len(tried | worn)
+        for number in tried | worn:
             del self.known[number]
+        for sequence in live:
+            assert sequence.finished or (sequence in self.scheduler._trials and sequence.drawn == sequence.known)
 
     @precondition(lambda self: self.scheduler.in_flight and self.count % 5 == 1)
     @rule()
@@ -179,7 +200,7 @@ class Serving(RuleBasedStateMachine):
         drawing = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         if drawing:
             spoilt = drawing[0]
-            was_open = not spoilt.finished
+            was_open = not spoilt.finished and not spoilt.void
             assert self.scheduler.fail(spoilt) is was_open
             if was_open:
                 del self.known[spoilt.request.id]
@@ -191,6 +212,8 @@ class Serving(RuleBasedStateMachine):
     def nobody_is_overtaken(self, ranks):
         """Who waits in front has started when who waits behind has; a promotion during this plan changes the order."""
         by_rank = [s for s in self.sequences() if s.rank == ranks[s.serial]]
+        on_trial = self.scheduler._trials
+        by_rank = [s for s in by_rank if s not in on_trial]
         waiting = [s for s in by_rank if s.state is State.WAITING and s.preemptions == 0]
         for sequence in waiting:
             overtaken = [
@@ -217,6 +240,11 @@ class Serving(RuleBasedStateMachine):
         assert holders == pool._holders
         assert holders[0] == 0
         assert sum(holder > 0 for holder in holders) + pool.available == pool.total
+        # Whoever waits is in one line, once.
+        heaps = enumerate(self.scheduler._waiting._heaps)
+        line = [s for rank, heap in heaps for _, s in heap if s.state is State.WAITING and s.rank == rank]
+        line = [s for s in line if not s.finished] + [s for s in sequences if s in self.scheduler._trials]
+        assert len({s.serial for s in line}) == len(line)
         lanes = [s.lane for s in sequences if s.lane]
         assert len(set(lanes)) == len(lanes)
         for sequence in sequences:

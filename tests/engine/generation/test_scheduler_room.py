@@ -225,34 +225,19 @@ def test_a_sequence_that_fails_is_not_found_by_the_next():
     assert shape(plan_of(scheduler))[1][:3] == (3, 0, 15)
 
 
-def test_a_failed_batch_ends_its_sequences_and_no_others():
-    scheduler = make()
-    add(scheduler, 1, 2)
-    first = plan_of(scheduler)
-    add(scheduler, 2, 2)
-    second = plan_of(scheduler)
-    scheduler.abort(1)
-    add(scheduler, 3, 2)
-    third = plan_of(scheduler)
-    assert scheduler.fail_batch(first) == []
-    assert scheduler.fail_batch(second) == [2]
-    with pytest.raises(RuntimeError, match="ended already"):
-        scheduler.fail_batch(second)
-    assert told(scheduler, third, [9, 8]) == [None, (3, 8, Finish.NONE)]
-    assert scheduler.open_requests == 1
-
-
 def test_plans_are_committed_once_in_order_and_whole():
     scheduler = make()
     add(scheduler, 1, 2)
     first, second = plan_of(scheduler), plan_of(scheduler)
-    with pytest.raises(RuntimeError, match="in the order they were made"):
-        scheduler.commit(second, [5])
+    for end in (lambda: scheduler.commit(second, [5]), lambda: scheduler.fail_batch(second)):
+        with pytest.raises(RuntimeError, match="in the order they were made"):
+            end()
     with pytest.raises(RuntimeError, match="2 tokens for a plan that draws 1"):
         scheduler.commit(first, [5, 6])
     scheduler.commit(first, [5])
-    with pytest.raises(RuntimeError, match="in the order they were made"):
-        scheduler.commit(first, [5])
+    for end in (lambda: scheduler.commit(first, [5]), lambda: scheduler.fail_batch(first)):
+        with pytest.raises(RuntimeError, match="in the order they were made"):
+            end()
 
 
 # Limits and cost
