@@ -10,6 +10,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ def write_shards(
     read: Callable[[Slot], Iterable[NDArray[np.uint8]]],
     advance: Callable[[int], None],
 ) -> list[Path]:
-    """Write model.safetensors, or numbered files and their index; each is on the disk before the next is begun.
+    """Write model.safetensors, or numbered files and their index; each goes to the disk while the next is written.
 
     Args:
         read: the bytes of a slot's tensor, as `byte_blocks` gives them; what it raises is passed on.
@@ -49,24 +50,36 @@ def write_shards(
     count, done = len(shards), 0
     weight_map: dict[str, str] = {}
     paths: list[Path] = []
-    for number, slots in enumerate(shards, 1):
-        name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-        weight_map |= dict.fromkeys((slot.name for slot in slots), name)
-        paths.append(folder / name)
-        with (folder / name).open("wb") as file:
-            file.write(_header(slots))
-            file.flush()
-            for slot in slots:
-                for block in read(slot):
-                    file.write(block.data)
-                done += slot.nbytes
-                advance(done)
-            file.flush()
-            os.fsync(file.fileno())
+    with ThreadPoolExecutor(1) as disk:
+        syncs: list[Future[None]] = []
+        for number, slots in enumerate(shards, 1):
+            name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            weight_map |= dict.fromkeys((slot.name for slot in slots), name)
+            paths.append(folder / name)
+            with (folder / name).open("wb") as file:
+                file.write(_header(slots))
+                file.flush()
+                for slot in slots:
+                    for block in read(slot):
+                        file.write(block.data)
+                    done += slot.nbytes
+                    advance(done)
+            syncs.append(disk.submit(sync, folder / name))
+        for reached in syncs:
+            reached.result()
     if count > 1:
         index = {"metadata": {"total_size": done}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return paths
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's names, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _header(slots: Sequence[Slot]) -> bytes:

@@ -23,7 +23,7 @@ from rose.config import ModelFolder, read_model_folder
 from rose.convert.offline.blocks import Slot, byte_blocks
 from rose.convert.offline.decide import Plan
 from rose.convert.offline.digests import digesting
-from rose.convert.offline.shards import split_shards, write_shards
+from rose.convert.offline.shards import split_shards, sync, write_shards
 from rose.convert.offline.source import ADAPTER_CONFIG, Source
 from rose.convert.offline.weights import Weights
 from rose.errors import CheckpointError
@@ -100,7 +100,7 @@ def whole_or_nothing(target: Path) -> Iterator[Path]:
             if old.exists():
                 old.rename(target)
             raise
-        _sync(target.parent)
+        sync(target.parent)
         if old.exists():
             _remove(old)
     except OSError as error:
@@ -113,15 +113,7 @@ def _settle(folder: Path) -> None:
     """Everything in it reaches the disk before it has its name: a power cut never leaves a name for empty files, and a
     network disk that is full says so here at the latest."""
     for path in (*folder.rglob("*"), folder):
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        sync(path)
 
 
 def _remove(path: Path) -> None:
