@@ -176,7 +176,7 @@ def test_the_formulas_in_fp64(tmp_path, rslora, dora):
 
 
 def test_a_large_matrix_is_merged_in_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("rose.convert.offline.merge._BLOCK", 4 * 64 * 7)  # seven rows, which do not divide 128
+    monkeypatch.setattr("rose.convert.offline.delta._BLOCK", 4 * 64 * 7)  # seven rows, which do not divide 128
     test_the_formulas_in_fp64(tmp_path, False, True)
 
 

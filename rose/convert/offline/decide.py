@@ -12,6 +12,7 @@ from typing import Any, Literal
 from rose.config.architecture import ArchitectureConfig, read_architecture
 from rose.config.reranker import RerankerConfig, read_reranker
 from rose.config.tokenizer_files import TokenizerFiles
+from rose.convert.offline.blocks import Slot
 from rose.convert.offline.choices import Choice, flag
 from rose.convert.offline.embedder import EmbedderParts, embedder_parts
 from rose.convert.offline.language_model import (
@@ -23,7 +24,6 @@ from rose.convert.offline.language_model import (
 )
 from rose.convert.offline.names import Tensors, name_tensors
 from rose.convert.offline.reranker import reranker_choices, reranker_files
-from rose.convert.offline.shards import Slot
 from rose.convert.offline.source import Source
 from rose.convert.offline.tokens import end_token
 from rose.convert.offline.weights import LETTERS, FolderWeights

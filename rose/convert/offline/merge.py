@@ -1,11 +1,7 @@
 """Adapters merged into a base while it is read: in fp32, one after the other, cast once at the end.
 
-    linear      W + s B A                  LoRA, arXiv:2106.09685
-    rsLoRA      s = alpha / sqrt(r)        arXiv:2312.03732
-    DoRA        m / |W + s B A| (W + s B A), the norm of each row (of each column, for an embedding); arXiv:2402.09353
-    embedding   W + s (B A)^T
-
-Rows are done in blocks, so that besides the tensor in fp32 only a block is held. Knows tensors and names.
+Of a merged tensor only a run of rows is held at a time. Knows names and which change belongs to which tensor; the
+arithmetic is in `delta`.
 """
 
 from __future__ import annotations
@@ -17,11 +13,10 @@ import torch
 from torch import Tensor
 
 from rose.convert.offline.adapter import Adapter, Change
+from rose.convert.offline.delta import Delta, row_blocks
 from rose.convert.offline.weights import DTYPES, FolderWeights
 from rose.convert.rules import Drop, Family, match
 from rose.errors import CheckpointError
-
-_BLOCK = 16 << 20  # bytes of fp32
 
 
 class MergedWeights(FolderWeights):
@@ -61,23 +56,33 @@ class MergedWeights(FolderWeights):
     def summaries(self) -> tuple[tuple[str, str], ...]:
         return tuple((str(adapter.path), adapter.summary) for adapter in self._adapters)
 
-    def read(self, name: str) -> Tensor:
-        stored = super().read(name)
+    def parts(self, name: str) -> Iterator[Tensor]:
+        stored = self.read(name)
         if name not in self._changes:
-            return stored
-        whole = stored.to(torch.float32, copy=True)
-        for adapter, change in self._changes[name]:
-            if _apply(whole, change, name.rpartition(".")[2]):
-                self._changed.add(adapter.path)
-        merged = whole.to(self._dtype or stored.dtype)
-        self._differs = self._differs or not torch.equal(merged, stored.to(merged.dtype))
-        return merged
+            yield stored
+            return
+        deltas = [(adapter.path, Delta(change, name.rpartition(".")[2])) for adapter, change in self._changes[name]]
+        for number, (_, delta) in enumerate(deltas):
+            delta.settle(stored, [earlier for _, earlier in deltas[:number]])
+        for at in row_blocks(stored):
+            rows = stored[at].to(torch.float32, copy=True)
+            for path, delta in deltas:
+                self._apply(path, delta, rows, at)
+            merged = rows.to(self._dtype or stored.dtype)
+            self._differs = self._differs or not torch.equal(merged, stored[at].to(merged.dtype))
+            yield merged
+
+    def _apply(self, path: Path, delta: Delta, rows: Tensor, at: slice) -> None:
+        """Rows are compared only until an adapter was seen to change some."""
+        before = None if path in self._changed else rows.clone()
+        delta.apply(rows, at)
+        if before is not None and not torch.equal(before, rows):
+            self._changed.add(path)
 
     def read_row(self, name: str, index: int) -> Tensor:
         if name not in self._changes:
             return super().read_row(name, index)
-        row: Tensor = self.read(name)[index]
-        return row
+        return torch.cat(list(self.parts(name)))[index]  # a run of rows each
 
     def finish(self) -> None:
         """
@@ -154,35 +159,3 @@ def _shapes(change: Change, kind: str) -> Iterator[tuple[int, ...]]:
         yield outer[::-1] if change.embedding else outer
         if change.magnitude is not None and change.magnitude.numel() != change.b.shape[0]:
             yield (change.magnitude.numel(),)
-
-
-def _apply(whole: Tensor, change: Change, kind: str) -> bool:
-    """Change `whole` (fp32) in place; whether anything did."""
-    changed = False
-    if kind in change.replaced:
-        changed = not torch.equal(whole, change.replaced[kind].float())
-        whole.copy_(change.replaced[kind])
-    if kind == "bias":
-        if change.bias is not None:
-            whole += change.scale * change.bias.float()
-            changed = changed or bool(change.bias.any())
-        return changed
-    if change.a is None or change.b is None:
-        return changed
-    left, right = (change.a.T, change.b.T) if change.embedding else (change.b, change.a)
-    left, right = left.float(), right.float() * change.scale
-    blocks = range(0, whole.shape[0], max(1, _BLOCK // (4 * whole.shape[1])))
-    squares = torch.zeros(whole.shape[1])
-    for at in blocks:
-        rows = whole[at : at + blocks.step]
-        before = rows.clone()
-        rows += left[at : at + blocks.step] @ right
-        if change.magnitude is not None and not change.embedding:
-            lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-            rows *= change.magnitude.float().reshape(-1, 1)[at : at + blocks.step] / lengths
-        squares += rows.square().sum(0) if change.embedding else 0
-        changed = changed or not torch.equal(before, rows)
-    if change.magnitude is not None and change.embedding:
-        whole *= change.magnitude.float().reshape(1, -1) / squares.sqrt()
-        changed = True
-    return changed

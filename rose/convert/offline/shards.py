@@ -7,33 +7,19 @@ Knows names, shapes and bytes; knows nothing of what they mean.
 from __future__ import annotations
 
 import json
-import math
+import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, uint8
 
-from rose.convert.offline.weights import CODES, LETTERS, WIDTHS
-from rose.errors import CheckpointError
+from rose.convert.offline.blocks import Slot
 
 INDEX = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One tensor as it will be written. `dtype` is safetensors' name ("F32", "BF16", ...)."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * WIDTHS[self.dtype]
+_PAGE = 4096  # where the data begins, a multiple of this: matrices are written, and later mapped, by whole pages
 
 
 def split_shards(slots: Iterable[Slot], limit: int) -> list[list[Slot]]:
@@ -50,34 +36,50 @@ def split_shards(slots: Iterable[Slot], limit: int) -> list[list[Slot]]:
 
 
 def write_shards(
-    folder: Path, shards: Sequence[Sequence[Slot]], read: Callable[[str], Tensor], advance: Callable[[int], None]
+    folder: Path,
+    shards: Sequence[Sequence[Slot]],
+    read: Callable[[Slot], Iterable[NDArray[np.uint8]]],
+    advance: Callable[[int], None],
 ) -> list[Path]:
-    """Write model.safetensors, or numbered files and their index.
+    """Write model.safetensors, or numbered files and their index; each goes to the disk while the next is written.
 
     Args:
-        read: the tensor of a slot's name, in its dtype and shape.
+        read: the bytes of a slot's tensor, as `byte_blocks` gives them; what it raises is passed on.
         advance: is told the bytes written so far.
-
-    Raises:
-        CheckpointError: a tensor that is not as its slot says.
     """
     count, done = len(shards), 0
     weight_map: dict[str, str] = {}
     paths: list[Path] = []
-    for number, slots in enumerate(shards, 1):
-        name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-        weight_map |= dict.fromkeys((slot.name for slot in slots), name)
-        paths.append(folder / name)
-        with (folder / name).open("wb") as file:
-            file.write(_header(slots))
-            for slot in slots:
-                file.write(_bytes(slot, read(slot.name)).data)
-                done += slot.nbytes
-                advance(done)
+    with ThreadPoolExecutor(1) as disk:
+        syncs: list[Future[None]] = []
+        for number, slots in enumerate(shards, 1):
+            name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            weight_map |= dict.fromkeys((slot.name for slot in slots), name)
+            paths.append(folder / name)
+            with (folder / name).open("wb") as file:
+                file.write(_header(slots))
+                file.flush()
+                for slot in slots:
+                    for block in read(slot):
+                        file.write(block.data)
+                    done += slot.nbytes
+                    advance(done)
+            syncs.append(disk.submit(sync, folder / name))
+        for reached in syncs:
+            reached.result()
     if count > 1:
         index = {"metadata": {"total_size": done}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return paths
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's names, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _header(slots: Sequence[Slot]) -> bytes:
@@ -87,12 +89,5 @@ def _header(slots: Sequence[Slot]) -> bytes:
         table[slot.name] = {"dtype": slot.dtype, "shape": slot.shape, "data_offsets": [at, at + slot.nbytes]}
         at += slot.nbytes
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data, and fp32 in it, lies at a multiple of 8
+    text += b" " * (-(len(text) + 8) % _PAGE)
     return struct.pack("<Q", len(text)) + text
-
-
-def _bytes(slot: Slot, tensor: Tensor) -> NDArray[np.uint8]:
-    if tuple(tensor.shape) != slot.shape or (LETTERS | CODES).get(tensor.dtype) != slot.dtype:
-        raise CheckpointError(f"{slot.name} is {tensor.dtype} of shape {tuple(tensor.shape)}, announced as {slot}")
-    data: NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(uint8).numpy()
-    return data

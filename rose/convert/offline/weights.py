@@ -6,7 +6,7 @@ end would look like 100 GB. Knows files; knows no architecture.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -25,12 +25,12 @@ CODES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}
 
 
 class Weights(Protocol):
-    """Tensors by name; `read` gives one that stays valid until the next `read`."""
+    """Tensors by name; `parts` gives runs of one's rows, in order, each of which stays valid until the next."""
 
     @property
     def entries(self) -> Mapping[str, Entry]: ...
 
-    def read(self, name: str) -> Tensor: ...
+    def parts(self, name: str) -> Iterator[Tensor]: ...
 
     def read_row(self, name: str, index: int) -> Tensor: ...
 
@@ -59,7 +59,12 @@ class FolderWeights:
     def entries(self) -> Mapping[str, Entry]:
         return self._checkpoint.entries
 
+    def parts(self, name: str) -> Iterator[Tensor]:
+        """The tensor as it is converted, in runs of rows."""
+        yield self.read(name)
+
     def read(self, name: str) -> Tensor:
+        """The folder's own tensor, valid until the next is read."""
         if self._mapped > _REOPEN:
             self._checkpoint.close()
             self._checkpoint = Checkpoint(self.folder)

@@ -6,31 +6,29 @@ files; decides nothing.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event
 from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 import rose
 from rose.config import ModelFolder, read_model_folder
+from rose.convert.offline.blocks import Slot, byte_blocks
 from rose.convert.offline.decide import Plan
-from rose.convert.offline.names import SCORE
-from rose.convert.offline.shards import Slot, split_shards, write_shards
+from rose.convert.offline.digests import digesting
+from rose.convert.offline.shards import split_shards, sync, write_shards
 from rose.convert.offline.source import ADAPTER_CONFIG, Source
-from rose.convert.offline.weights import DTYPES, Weights
+from rose.convert.offline.weights import Weights
 from rose.errors import CheckpointError
 
 RECORD = "rose.json"
-_CHUNK = 8 << 20
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt"),
@@ -60,15 +58,14 @@ def convert(
             its dtype; or a result that does not read as decided. Nothing is left behind.
     """
     check_target(target, plan.source, force=force)
-    with whole_or_nothing(target) as folder, _hashing(plan.source) as hashes:
+    with whole_or_nothing(target) as folder, digesting(_made_of(plan.source)) as digests:
         _copy(plan, folder)
         for name, value in plan.files.items():
             _write(folder / name, value)
         shards = split_shards(plan.slots, shard_bytes)
-        by_name = {slot.name: slot for slot in plan.slots}
-        write_shards(folder, shards, lambda name: _tensor(plan, weights, by_name[name]), advance)
+        write_shards(folder, shards, lambda slot: _blocks(plan, weights, slot), advance)
         weights.finish()
-        _write(folder / RECORD, _record(plan, hashes.result()))
+        _write(folder / RECORD, _record(plan, digests()))
         check_result(plan, folder)
     return target
 
@@ -88,10 +85,12 @@ def check_target(target: Path, source: Source, *, force: bool) -> None:
 
 @contextmanager
 def whole_or_nothing(target: Path) -> Iterator[Path]:
+    """A hidden folder to write into; it gets its name when all of it is on the disk, or is gone."""
     folder = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
         folder.mkdir(parents=True)
         yield folder
+        _settle(folder)
         old = target.parent / f".{target.name}.replaced-{os.getpid()}"
         if target.exists():
             target.rename(old)
@@ -101,12 +100,20 @@ def whole_or_nothing(target: Path) -> Iterator[Path]:
             if old.exists():
                 old.rename(target)
             raise
+        sync(target.parent)
         if old.exists():
             _remove(old)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _settle(folder: Path) -> None:
+    """Everything in it reaches the disk before it has its name: a power cut never leaves a name for empty files, and a
+    network disk that is full says so here at the latest."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
 
 
 def _remove(path: Path) -> None:
@@ -117,16 +124,11 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _tensor(plan: Plan, weights: Weights, slot: Slot) -> Tensor:
-    name = slot.name
-    if name == SCORE and name not in plan.tensors.sources:
-        return _score_row(plan, weights)
-    tensor = weights.read(plan.tensors.sources[name])
-    value = tensor.to(DTYPES[slot.dtype])
-    # A sum with infinity or NaN in it is one of them, whatever the signs: one pass, and a mask only where it is so.
-    if not bool(value.sum(dtype=torch.float32).isfinite()) and not bool(value.isfinite().all()):
-        raise CheckpointError(f"{plan.tensors.sources[name]} holds values that are not finite as {slot.dtype}")
-    return value
+def _blocks(plan: Plan, weights: Weights, slot: Slot) -> Iterator[NDArray[np.uint8]]:
+    if slot.name not in plan.tensors.sources:
+        return byte_blocks([_score_row(plan, weights)], slot, plan.tensors.head)
+    source = plan.tensors.sources[slot.name]
+    return byte_blocks(weights.parts(source), slot, source)
 
 
 def _score_row(plan: Plan, weights: Weights) -> Tensor:
@@ -159,7 +161,7 @@ def _write(path: Path, value: Any) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _record(plan: Plan, hashes: dict[str, str]) -> dict[str, Any]:
+def _record(plan: Plan, digests: dict[str, str]) -> dict[str, Any]:
     return {
         "made_by": f"rose {rose.__version__}",
         "to": plan.wishes.to,
@@ -168,38 +170,20 @@ def _record(plan: Plan, hashes: dict[str, str]) -> dict[str, Any]:
             "folder": str(plan.source.named),
             "base": str(plan.source.backbone),
             "adapters": [str(path) for path in plan.source.adapters],
-            "sha256": hashes,
+            "sha256": digests,
         },
     }
 
 
-@contextmanager
-def _hashing(source: Source) -> Iterator[Future[dict[str, str]]]:
-    """The source's digests, made beside the writing, since both wait for the disk; given up where that fails."""
-    given_up = Event()
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            yield pool.submit(_hash_all, source, given_up)
-        finally:
-            given_up.set()
-
-
-def _hash_all(source: Source, given_up: Event) -> dict[str, str]:
-    """Path as it was named -> sha256, of every file that a result is made of."""
+def _made_of(source: Source) -> list[Path]:
+    """Every file that a result is made of, once."""
     files = [
         path
         for folder in source.folders
         for path in sorted(folder.iterdir())
         if path.is_file() and (path.suffix in (*_WEIGHTS, ".json") or path.name in (*_TOKENIZER, ADAPTER_CONFIG))
     ]
-    digests: dict[str, str] = {}
-    for path in dict.fromkeys(files):
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            while not given_up.is_set() and (chunk := file.read(_CHUNK)):
-                digest.update(chunk)
-        digests[str(path)] = digest.hexdigest()
-    return digests
+    return list(dict.fromkeys(files))
 
 
 def check_result(plan: Plan, folder: Path) -> ModelFolder:
