@@ -242,7 +242,7 @@ def attention_case(report: Report, name: str, H: int, G: int, dh: int, sweep: bo
     moved, flops = 2 * T * dh * (2 * H + 2 * G), 4 * H * dh * sum(n * n for n in lengths)
     shape = f"{name} {H}/{G}x{dh}"
     case(report, "short_attention", shape, ours, lambda i: sdpa(q, k, v, lengths), moved, flops)
-    if sweep and name in ("1x128", "1x512", "25x128", "mixed"):
+    if sweep and name in ("1x128", "1x512", "25x128", "16x512", "mixed"):
         blocks(report, shape, dh, longest, ours)
 
 

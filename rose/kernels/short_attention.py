@@ -16,6 +16,8 @@ from rose.kernels.launch import Ptr, cdiv, constexpr, jit, launch, next_power_of
 
 # Boundaries looked at in one load.
 _CHUNK = 1024
+# Tokens from which blocks of 128 queries still fill the multiprocessors several times, with 16 heads.
+_MANY = 4096
 _LOG2_E = 1.4426950408889634
 
 
@@ -86,6 +88,16 @@ def _scores(q: Ptr, k: Ptr, query: Ptr, key: Ptr, length: Ptr, scale: Ptr, CAUSA
     return scores
 
 
+@jit
+def _fold(acc: Ptr, total: Ptr, top: Ptr, scores: Ptr, v: Ptr) -> Ptr:
+    """(acc, total, top) with one more block of keys: the running softmax."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    shrink = tl.exp2(top - new_top)
+    p = tl.exp2(scores - new_top[:, None])
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, total * shrink + tl.sum(p, 1), new_top
+
+
 @jit(do_not_specialize=["B", "T", "scale"])
 def _short_attention(
     q: Ptr,
@@ -152,18 +164,21 @@ def _short_attention(
         total = tl.sum(p, 1)
         acc = tl.dot(p.to(v_block.dtype), v_block, input_precision="ieee")
         if not ONE_BLOCK:
+            # Keys that all queries of the block see need no mask, the last ones do.
+            clear = tl.minimum(length, first_query + 1) // BN * BN if CAUSAL else length // BN * BN
             last = tl.minimum(length, first_query + BM) if CAUSAL else length
-            for first in range(BN, last, BN):
+            for first in range(BN, clear, BN):
+                keys = first + key
+                k_block = _rows(k_base, keys, k_row, col, length, True)
+                v_block = _rows(v_base, keys, v_row, col, length, True)
+                scores = _scores(q_block, k_block, query, keys, length, scale, False, True)
+                acc, total, top = _fold(acc, total, top, scores, v_block)
+            for first in range(tl.maximum(clear, BN), last, BN):
                 keys = first + key
                 k_block = _rows(k_base, keys, k_row, col, length, FULL)
-                scores = _scores(q_block, k_block, query, keys, length, scale, CAUSAL, FULL)
-                new_top = tl.maximum(top, tl.max(scores, 1))
-                shrink = tl.exp2(top - new_top)
-                p = tl.exp2(scores - new_top[:, None])
-                total = total * shrink + tl.sum(p, 1)
                 v_block = _rows(v_base, keys, v_row, col, length, FULL)
-                acc = tl.dot(p.to(v_block.dtype), v_block, acc * shrink[:, None], input_precision="ieee")
-                top = new_top
+                scores = _scores(q_block, k_block, query, keys, length, scale, CAUSAL, FULL)
+                acc, total, top = _fold(acc, total, top, scores, v_block)
         out_at = out + ((row + query)[:, None] * H + head) * HEAD_DIM + col[None, :]
         value = (acc / total[:, None]).to(out.dtype.element_ty)
         if FULL:
@@ -175,10 +190,12 @@ def _short_attention(
 def block(tokens: int, head_dim: int, max_length: int) -> tuple[int, int, int]:
     """(queries a program, keys a block, warps); few tokens take small blocks, so that more programs share a sequence.
 
-    Measured inside encoders of 24 and 28 layers on an H200 (benchmarks/kernels/tune_in_model.py).
+    Up to 256 tokens measured inside encoders of 24 and 28 layers on an H200 (benchmarks/kernels/tune_in_model.py).
     """
     bn = min(max(16, next_power_of_2(max_length)), 128 if head_dim <= 128 else 64)
-    return (64 if head_dim <= 64 else 16), bn, 4
+    if max_length <= 256 or head_dim > 128:
+        return (64 if head_dim <= 64 else 16), bn, 4
+    return (64, bn, 4) if tokens < _MANY or head_dim > 64 else (128, bn, 8)
 
 
 def short_attention_triton(

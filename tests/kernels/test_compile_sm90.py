@@ -222,11 +222,13 @@ def test_pool_spans(compiled):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 16, 64), (16, 8, 128), (8, 2, 256)])
-@pytest.mark.parametrize(("max_length", "causal"), [(128, False), (512, True)])
-def test_short_attention(compiled, heads, kv_heads, head_dim, max_length, causal):
+@pytest.mark.parametrize(
+    ("tokens", "max_length", "causal"), [(128, 128, False), (128, 512, True), (512, 512, False), (8192, 512, False)]
+)
+def test_short_attention(compiled, heads, kv_heads, head_dim, tokens, max_length, causal):
     from rose.kernels.short_attention import short_attention_triton
 
-    qkv = bf16(128, heads + 2 * kv_heads, head_dim)
+    qkv = bf16(tokens, heads + 2 * kv_heads, head_dim)
     q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
     short_attention_triton(q, k, v, ints(3), max_length, causal, 0.125)
     check(compiled, 1)

@@ -58,6 +58,17 @@ def test_longer_than_one_block_of_keys(place, close, causal):
     run(place, close, [130, 3, 64, 65], 1, 1, 256, 130, causal)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [[300, 129, 5], [512, 1, 257], [128, 256]])
+def test_whole_blocks_and_a_part_of_one(place, close, lengths, causal):
+    """Several blocks of keys: the first by itself, those that need no mask, and the last."""
+    run(place, close, lengths, 2, 1, 64, max(lengths), causal)
+
+
+def test_many_tokens_take_wider_blocks(place, close):
+    run(place, close, [512] * 8 + [37], 1, 1, 16, 512, causal=False)
+
+
 def test_bound_may_be_larger_than_any_sequence(place, close):
     """A graph's bound is the bucket's, not this batch's."""
     for bound in (40, 256, 4096):
