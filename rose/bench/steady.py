@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from rose.errors import RoseError
+from rose.errors import DeadlineExceeded, RoseError
 
 POLL_S = 0.1
 # First runs of a shape, captures of it, captures that failed.
@@ -50,13 +50,15 @@ def await_steady(
         sleep(quiet_s)
         return clock() - began
     pause = min(POLL_S, max(quiet_s / 10, 1e-3))
-    start = seen = first_runs(counters())
+    start = seen = _first_runs_so_far(counters) or 0
     since = clock()
     end = since + max(limit_s, quiet_s)
     while clock() - since < quiet_s:
         sleep(pause)
-        now = first_runs(counters())
-        if now != seen:
+        now = _first_runs_so_far(counters)
+        if now is None:
+            since = clock()
+        elif now != seen:
             seen, since = now, clock()
         if clock() > end and clock() - since < quiet_s:
             raise NotSteadyError(
@@ -64,3 +66,11 @@ def await_steady(
                 f"under load, never {quiet_s:g} s without one; wait longer (--steady-within) or for less (--warm)"
             )
     return clock() - began
+
+
+def _first_runs_so_far(counters: Callable[[], Mapping[str, int]]) -> int | None:
+    """None where the engine is held up for longer than it is asked."""
+    try:
+        return first_runs(counters())
+    except DeadlineExceeded:
+        return None

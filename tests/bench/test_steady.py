@@ -6,6 +6,7 @@ import pytest
 
 from rose.bench.fleet import window
 from rose.bench.steady import NotSteadyError, await_steady, first_runs
+from rose.errors import DeadlineExceeded
 
 REQUEST_S = 0.0156
 
@@ -97,6 +98,21 @@ def test_an_engine_that_is_never_steady_gives_no_row():
     engine = Engine(clock, [(100 + 0.7 * i, 100.1 + 0.7 * i) for i in range(100)])
     with pytest.raises(NotSteadyError, match=r"14 first runs and captures in 10\.\d s under load, never 1 s without"):
         settle(engine, clock, limit_s=10.0)
+
+
+def test_an_engine_that_is_held_up_for_longer_than_it_is_asked_is_waited_for():
+    clock = Clock()
+
+    def counters() -> dict[str, int]:
+        if clock.now < 112:
+            clock.sleep(10)
+            raise DeadlineExceeded("no answer within 10 s")
+        return {"graph_new_keys": 4}
+
+    assert await_steady(counters, 1.0, 60.0, clock=clock, sleep=clock.sleep) == pytest.approx(21.2, abs=0.2)
+    clock.now = 0.0
+    with pytest.raises(NotSteadyError):
+        await_steady(counters, 1.0, 15.0, clock=clock, sleep=clock.sleep)
 
 
 def test_a_limit_shorter_than_the_quiet_is_no_limit():
