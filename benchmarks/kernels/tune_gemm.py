@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/kernels/tune_gemm.py --out DIR [--tokens 64 128] [--shapes bge pplx] [--seconds 240]
 
-Steps of generating: --tokens 16 32 --shapes pplx qwen3-8b.
+Steps of generating: --tokens 16 32 --shapes qwen3-0.6b qwen3-8b qwen3.5-4b. Shapes in common are measured once.
 
 Two rounds: a coarse list of tiles for every product, then the neighbours of the best. In each round worker processes
 compile the candidates (into Triton's cache) and check them against the library on a batch with a tail, so that one that
@@ -53,6 +53,16 @@ class Product(NamedTuple):
         return self.op == "gated"
 
 
+def _qwen3(hidden: int, qkv: int, heads: int, intermediate: int) -> list[Product]:
+    """qkv: rows of the packed projection; heads: columns of the output projection."""
+    return [
+        Product("linear", qkv, hidden),
+        Product("partial", hidden, heads),
+        Product("gated", intermediate, hidden, "silu"),
+        Product("partial", hidden, intermediate),
+    ]
+
+
 SHAPES: dict[str, list[Product]] = {
     "bge": [
         Product("linear", 3072, 1024, None, True),
@@ -60,18 +70,16 @@ SHAPES: dict[str, list[Product]] = {
         Product("linear", 4096, 1024, "gelu", True),
         Product("partial", 1024, 4096),
     ],
-    "pplx": [
-        Product("linear", 4096, 1024),
-        Product("partial", 1024, 2048),
-        Product("gated", 3072, 1024, "silu"),
-        Product("partial", 1024, 3072),
-    ],
-    "qwen3-8b": [
-        Product("linear", 6144, 4096),
-        Product("partial", 4096, 4096),
-        Product("gated", 12288, 4096, "silu"),
-        Product("partial", 4096, 12288),
-    ],
+    # 16 query and 8 key heads of 128.
+    "pplx": _qwen3(1024, 4096, 2048, 3072),
+    "qwen3-0.6b": _qwen3(1024, 4096, 2048, 3072),
+    # 32 and 8 heads of 128: pplx-embed-4b, Qwen3-Embedding-4B, Qwen3-Reranker-4B.
+    "pplx-4b": _qwen3(2560, 6144, 4096, 9728),
+    "qwen3-embedding-4b": _qwen3(2560, 6144, 4096, 9728),
+    "qwen3-8b": _qwen3(4096, 6144, 4096, 12288),
+    # 16 and 4 heads of 256, and a gate for each query head. A delta net's in_proj is q, k, v (8192), z (4096), b and a
+    # (32 each); its output projection has the shape of the attention's.
+    "qwen3.5-4b": [Product("linear", 8192 + 4096 + 2 * 32, 2560), *_qwen3(2560, 10240, 4096, 9216)],
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
@@ -36,8 +37,11 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("pooling", r"pool"),
     ("copy", r"memcpy|memset|copy|aten::to\b|fill"),
 )
+# As they are printed: all other kinds come together at the end.
+GROUPS = {"product": "products", "attention": "attention", "norm": "norms", "activation": "activation"}
 _ROUNDS = 2
-_PRINTED = 20
+# Kernels printed of each group, and the least share of the device's time that makes one worth a line.
+_PRINTED, _LEAST_SHARE = 8, 0.002
 GRAPH_BYTES = 4 << 30
 
 
@@ -86,6 +90,14 @@ def shares_by_kind(times: Sequence[KernelTime]) -> dict[str, float]:
     return {kind: round(found[kind], 4) for kind in sorted(found, key=lambda kind: -found[kind])}
 
 
+def grouped(times: Sequence[KernelTime]) -> dict[str, list[KernelTime]]:
+    """Group -> its kernels, longest first; those that `GROUPS` does not name are "other"."""
+    found: dict[str, list[KernelTime]] = {name: [] for name in (*GROUPS.values(), "other")}
+    for one in times:
+        found[GROUPS.get(one.kind, "other")].append(one)
+    return found
+
+
 def shortened(name: str) -> str:
     """Without return type, template arguments and parameters, which run to hundreds of characters."""
     bare = name.removeprefix("void ")
@@ -94,20 +106,32 @@ def shortened(name: str) -> str:
     return bare.strip()[:96] or name[:96]
 
 
-def profile_model(target: Target, tokens: int, batch: int, backend: str, out: Path | None) -> dict[str, Any]:
-    """Profile requests of `batch` sequences, print the table, write it beside `out`; returns what is written."""
+def profile_model(
+    target: Target, lengths: Sequence[int], batch: int, backend: str, out: Path | None
+) -> list[dict[str, Any]]:
+    """Profile requests of `batch` sequences of each length in turn, on one engine; every table is printed and written
+    beside `out` as it comes. Returns what is written."""
     read = read_model_folder(target.folder)
     model = load_model(read, target.device, target.dtype)
     limits = EngineConfig(max_tokens=read.max_tokens, bulk_tokens=max(16384, read.max_tokens), graph_bytes=GRAPH_BYTES)
-    load = Load(f"throughput-{tokens}", tokens, batch, _ROUNDS)
+    found = []
     with closing(EngineDriver(build_engine(model, limits, target.device, target.dtype, backend=backend))) as driver:
-        events, seconds = _profiled(driver, load, read.architecture.vocab_size, target.device)
+        for tokens in lengths:
+            load = Load(f"throughput-{tokens}", tokens, batch, _ROUNDS)
+            events, seconds = _profiled(driver, load, read.architecture.vocab_size, target.device)
+            found.append(_tell(target, load, events, seconds, out))
+    return found
+
+
+def _tell(
+    target: Target, load: Load, events: Iterable[tuple[str, int, float]], seconds: float, out: Path | None
+) -> dict[str, Any]:
     times = kernel_times(events)
     result: dict[str, Any] = {
         **asdict(target.facts),
         "load": load.name,
-        "tokens": tokens,
-        "batch": batch,
+        "tokens": load.tokens,
+        "batch": load.batch,
         "requests": _ROUNDS,
         "profiled_ms": round(seconds * 1e3, 3),
         "kernels_ms": round(sum(one.ms for one in times), 3),
@@ -116,7 +140,7 @@ def profile_model(target: Target, tokens: int, batch: int, backend: str, out: Pa
     }
     _print(result, times)
     if out is not None:
-        path = out.parent / f"kernels_{target.name}_{batch}x{tokens}.json"
+        path = out.parent / f"kernels_{target.name}_{load.batch}x{load.tokens}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
@@ -151,6 +175,10 @@ def _print(result: Mapping[str, Any], times: Sequence[KernelTime]) -> None:
         f"{result['model']} {result['batch']} x {result['tokens']}, {result['requests']} requests: "
         f"{result['kernels_ms']:.2f} ms in kernels of {result['profiled_ms']:.2f} ms"
     )
-    print("  " + "  ".join(f"{kind} {share:.1%}" for kind, share in result["share_by_kind"].items()))
-    for one in times[:_PRINTED]:
-        print(f"  {one.share:6.1%} {one.ms:9.3f} ms {one.calls:6} x {1e3 * one.ms / one.calls:8.1f} us  {one.name}")
+    for group, kernels in grouped(times).items():
+        print(f"  {sum(one.share for one in kernels):6.1%} {group}")
+        for one in kernels[:_PRINTED]:
+            if one.share >= _LEAST_SHARE:
+                each = f"{one.ms:9.3f} ms {one.calls:6} x {1e3 * one.ms / one.calls:8.1f} us"
+                print(f"    {one.share:6.1%} {each}  {one.name}")
+    sys.stdout.flush()

@@ -1,8 +1,8 @@
 """`rose bench concurrency`: texts of 512 tokens, one a request, 1 to 16 of them in flight, over HTTP.
 
 What a user of the HTTP route waits for: JSON, tokenising, the front, the link, the engine and the way back. Each client
-is a process with one kept connection, as the published load has it. Knows the order of things; texts, clients and rows
-are other files' business.
+is a process with one kept connection, as the published load has it. One server, warmed up as one is in service, takes
+all numbers of clients in turn. Knows the order of things; texts, clients and rows are other files' business.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import argparse
 import traceback
 from collections.abc import Iterator
 from contextlib import closing
+from functools import cache
 
 from rose.bench import loads
 from rose.bench.carriers import HttpDriver
-from rose.bench.fleet import run_fleet
 from rose.bench.loads import Load
-from rose.bench.meter import Meter
+from rose.bench.places import Place, places
 from rose.bench.pseudo_texts import exact_texts, words
 from rose.bench.records import Row, write_rows
-from rose.bench.reference import Reference, cosines
-from rose.bench.targets import Target, add_common_arguments, targets
+from rose.bench.reference import Reference, Vectors, cosines
+from rose.bench.stages import stage
+from rose.bench.targets import Target, add_common_arguments, add_window_arguments, targets
 from rose.bench.texts import english_words
-from rose.bench.throughput import Place, backend_name, places, print_row, window_row
+from rose.bench.throughput import backend_name, print_row, timed_window, window_row
 from rose.config import ModelFolder, read_model_folder
 from rose.gateway.tokenizer import TextTokenizer
 
@@ -32,12 +33,11 @@ DISTINCT = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_common_arguments(parser)
+    add_common_arguments(parser, warm_up=True)
     parser.add_argument("--tokens", type=int, default=512, help="of each text, special tokens included")
     parser.add_argument("--in-flight", nargs="+", type=int, default=list(IN_FLIGHT), help="client processes, in turn")
     parser.add_argument("--backend", default="auto", help="attention backend")
-    parser.add_argument("--seconds", type=float, default=8.0, help="length of the window")
-    parser.add_argument("--warm", type=float, default=2.0, help="seconds under load before the window")
+    add_window_arguments(parser, seconds=8.0, warm=2.0)
 
 
 def main(arguments: argparse.Namespace, command: str) -> int:
@@ -55,17 +55,23 @@ def main(arguments: argparse.Namespace, command: str) -> int:
 def _run_model(target: Target, arguments: argparse.Namespace) -> int:
     """How many loads failed."""
     read = read_model_folder(target.folder)
-    texts = make_texts(target, read, arguments.tokens, DISTINCT * max(arguments.in_flight))
+
+    @cache
+    def made() -> tuple[list[str], Vectors]:
+        return _make(target, read, arguments)
+
     failed = 0
-    for place in places(target, ["http"], arguments):
-        cosine = _check(place, target, read, texts[0])
+    for place in places(target, ["http"], arguments, meanwhile=made):
+        texts, expected = made()
+        with stage("check", arguments.verbose):
+            cosine = _check(place, target, texts[0], expected)
         for in_flight in arguments.in_flight:
             load = Load(f"concurrency-{in_flight}", arguments.tokens, 1, DISTINCT)
             try:
                 row = run(place, load, target, read, texts, in_flight, cosine, arguments)
             except Exception:  # noqa: BLE001  one load that cannot be served must not cost the others
                 failed += 1
-                print(f"{target.name} {load.name} failed, no row:\n{traceback.format_exc()}")
+                print(f"{target.name} {load.name} failed, no row:\n{traceback.format_exc()}", flush=True)
                 continue
             if arguments.out is not None:
                 write_rows(arguments.out, [row])
@@ -86,38 +92,38 @@ def run(
 
     Raises:
         ClientFailedError: a request failed.
+        NotSteadyError, EmptyWindowError: no window to tell of.
     """
-    meter = Meter(place.engine.engine_counters if place.engine else None, nvml=target.device.type == "cuda")
     own = [texts[client * DISTINCT : (client + 1) * DISTINCT] for client in range(in_flight)]
-    found = run_fleet(
-        "http",
-        place.address,
-        [[HttpDriver.body(target.name, [text]) for text in some] for some in own],
-        warm_up_s=arguments.warm,
-        seconds=arguments.seconds,
-        meanwhile=meter.watch,
-    )
+    sent = [[HttpDriver.body(target.name, [text]) for text in some] for some in own]
+    found, meter = timed_window(place, sent, target, arguments)
     backend = backend_name(target, read, load, arguments.backend) if place.engine else "unknown"
     row = window_row(found, meter, load, target, via="http", in_flight=in_flight, backend=backend, cosine=cosine)
     print_row(row)
     return row
 
 
-def make_texts(target: Target, read: ModelFolder, tokens: int, count: int) -> list[str]:
-    """Texts of exactly `tokens` tokens by the folder's tokenizer: English for a real one, else of the made words."""
-    source: Iterator[str] = english_words(loads.SEED) if target.made is None else words(loads.SEED)
+def _make(target: Target, read: ModelFolder, arguments: argparse.Namespace) -> tuple[list[str], Vectors]:
+    """The texts, and the reference's vectors of the first: [1, hidden]."""
     with closing(TextTokenizer(read.backbone_path, lower_case=read.do_lower_case)) as tokenizer:
-        return exact_texts(tokens, count, lambda text: len(tokenizer.encode([text])[0]), source)
+        with stage("texts", arguments.verbose):
+            texts = make_texts(target, tokenizer, arguments.tokens, DISTINCT * max(arguments.in_flight))
+        with stage("reference", arguments.verbose):
+            return texts, Reference(target.plain, target.device).embed(tokenizer.encode(texts[:1]))
 
 
-def _check(place: Place, target: Target, read: ModelFolder, text: str) -> float:
-    """Cosine of the answer to a text and the reference's to its ids.
+def make_texts(target: Target, tokenizer: TextTokenizer, tokens: int, count: int) -> list[str]:
+    """Texts of exactly `tokens` tokens: English for a real tokenizer, else of the made words."""
+    source: Iterator[str] = english_words(loads.SEED) if target.made is None else words(loads.SEED)
+    return exact_texts(tokens, count, lambda some: list(map(len, tokenizer.encode(some))), source)
+
+
+def _check(place: Place, target: Target, text: str, expected: Vectors) -> float:
+    """Cosine of the answer to a text and the reference's.
 
     Raises:
         DisagreementError: it is under the limit.
     """
-    with closing(TextTokenizer(read.backbone_path, lower_case=read.do_lower_case)) as tokenizer:
-        expected = Reference(target.plain, target.device).embed(tokenizer.encode([text]))
     least = 1.0
     for _ in range(3):  # plain, captured, replayed
         answer = place.driver.vectors(place.driver.send(HttpDriver.body(target.name, [text])))

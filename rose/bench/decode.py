@@ -25,6 +25,7 @@ from rose.bench.floors import decode_floor_ms
 from rose.bench.llm_shapes import LLM_SHAPES
 from rose.bench.processes import served
 from rose.bench.records import Percentiles, Row, percentiles, write_rows
+from rose.bench.stages import stage
 from rose.bench.targets import Target, add_common_arguments, targets
 from rose.config import EngineConfig, ModelFolder, read_model_folder
 from rose.convert.load import load_generative
@@ -97,10 +98,12 @@ def _run_model(target: Target, arguments: argparse.Namespace) -> int:
     read = read_model_folder(target.folder, task="generate")
     # Random weights in 8 bits draw other tokens than in 16: they are timed, not compared.
     compared = not arguments.no_check and arguments.dtype == "auto"
-    reference = DecodeReference(read, target.device) if compared else None
+    with stage("reference", arguments.verbose):
+        reference = DecodeReference(read, target.device) if compared else None
     failed = 0
     for way, backend in _ways(target, read, arguments):
-        agreement = None if reference is None or way.via == "http" else check(way, reference, read)
+        with stage(f"check via {way.via}", arguments.verbose):
+            agreement = None if reference is None or way.via == "http" else check(way, reference, read)
         for prompt in arguments.prompt:
             for batch in arguments.batch:
                 try:
@@ -238,7 +241,8 @@ def _ways(target: Target, read: ModelFolder, arguments: argparse.Namespace) -> I
     longest = min(read.max_tokens, max(timed, checked))
     if "engine" in arguments.via:
         on_cpu = target.device.type == "cpu"
-        model = load_generative(read, target.device, target.dtype)
+        with stage("model in this process", arguments.verbose):
+            model = load_generative(read, target.device, target.dtype)
         config = EngineConfig(max_tokens=longest, graph_bytes=0 if on_cpu else GRAPH_BYTES)
         told = read.generation
         engine = build_generation_engine(
@@ -262,7 +266,8 @@ def _ways(target: Target, read: ModelFolder, arguments: argparse.Namespace) -> I
     options = ["--backend", arguments.backend, "--task", "generate", "--max-tokens", str(longest)]
     if not arguments.warm_up:
         options.append("--no-warm-up")
-    with served(target.folder, target.name, options) as where, closing(LinkWay(where.link)) as link:
+    started = served(target.folder, target.name, options, verbose=arguments.verbose)
+    with started as where, closing(LinkWay(where.link)) as link:
         if "link" in others:
             yield link, link.backend
         if "http" in others:

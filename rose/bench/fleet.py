@@ -25,17 +25,25 @@ class ClientFailedError(RoseError):
     """A client process ended early: the load was not what it should have been, and there is no row."""
 
 
+class EmptyWindowError(RoseError):
+    """No request ended within the window: there is nothing to tell percentiles of."""
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """What happened between two times.
 
     Attributes:
-        seconds: of each request that began within.
+        seconds: of each request that ended within, wherever it began. Every request ends once, so that long ones count
+            no more often than they come; those that wait out a stall which began before the window are among them.
+        longest: of all requests that any part of the window was in. A stall over its end, whose requests end in no
+            window, shows here.
         requests: answered within; of those that reach over an edge, the part of their time that lies within.
         length: in seconds.
     """
 
     seconds: Sequence[float]
+    longest: float
     requests: float
     length: float
 
@@ -45,20 +53,22 @@ def run_fleet(
     address: str,
     requests: Sequence[Sequence[bytes]],
     *,
-    warm_up_s: float,
     seconds: float,
+    settle: Callable[[], None] = lambda: None,
     meanwhile: Callable[[float, float], None] = lambda begin, end: time.sleep(max(0.0, end - time.monotonic())),
 ) -> Window:
     """One client process for each list of requests; each sends its own in turn, one at a time, again and again.
 
     Args:
         address: see load_client.connect.
-        warm_up_s: until the window begins, counted from when all clients are ready and start.
         seconds: length of the window.
-        meanwhile: called once they run, with the window's begin and end (time.monotonic()); to return after the end.
+        settle: called once they run; the window begins when it returns.
+        meanwhile: called then, with the window's begin and end (time.monotonic()); to return after the end.
 
     Raises:
         ClientFailedError: a client ended early, with what it said.
+        EmptyWindowError: no request ended within the window.
+        whatever `settle` raises.
     """
     with tempfile.TemporaryDirectory(prefix="rose-fleet-") as scratch, contextlib.ExitStack() as stack:
         clients = [
@@ -67,19 +77,36 @@ def run_fleet(
         ]
         for client in clients:
             client.await_ready()
-        begin = time.monotonic() + warm_up_s
+        for client in clients:
+            client.tell("go")
+        settle()
+        begin = time.monotonic()
         end = begin + seconds
         for client in clients:
-            client.go(end)
+            client.tell(repr(end))
         meanwhile(begin, end)
         spans = [span for client in clients for span in client.finish()]
     return window(spans, begin, end)
 
 
 def window(spans: Sequence[tuple[float, float]], begin: float, end: float) -> Window:
-    """`spans`: start and end of every request."""
-    inside = sum(max(0.0, min(e, end) - max(s, begin)) / (e - s) for s, e in spans if e > s)
-    return Window([e - s for s, e in spans if begin <= s < end], inside, end - begin)
+    """
+    Args:
+        spans: start and end of every request.
+
+    Raises:
+        EmptyWindowError: none ended within.
+    """
+    touched = [(s, e) for s, e in spans if e > begin and s < end]
+    longest = max((e - s for s, e in touched), default=0.0)
+    inside = sum((min(e, end) - max(s, begin)) / (e - s) for s, e in touched)
+    seconds = [e - s for s, e in touched if e <= end]
+    if not seconds:
+        raise EmptyWindowError(
+            f"no request ended within the window of {end - begin:g} s, the longest took {longest:.2f} s: give more "
+            "than that to --seconds"
+        )
+    return Window(seconds, longest, inside, end - begin)
 
 
 class _Client:
@@ -92,10 +119,13 @@ class _Client:
         if self._process.stdout.readline().strip() != "ready":
             raise self._failed()
 
-    def go(self, end: float) -> None:
+    def tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{end!r}\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failed() from None
 
     def finish(self) -> list[tuple[float, float]]:
         """(start, end) of every request."""

@@ -10,18 +10,21 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import cache
 
 import torch
 
 from rose.attention_backends.auto import AutoBackend
+from rose.attention_backends.base import AttentionSpec
 from rose.attention_backends.choose import Load as AttentionLoad
 from rose.bench import loads
 from rose.bench.drivers import Driver, EngineDriver, GrpcDriver, HttpDriver, LinkDriver
 from rose.bench.processes import served
 from rose.bench.records import write_rows
 from rose.bench.reference import Reference
+from rose.bench.stages import stage
 from rose.bench.targets import Target, add_common_arguments, targets
 from rose.config import EngineConfig, ModelFolder, read_model_folder
 from rose.convert import load_model
@@ -29,7 +32,7 @@ from rose.engine import build_engine
 from rose.engine.build import profile_of
 from rose.engine.cuda import CudaCapturer
 from rose.engine.engine import Engine
-from rose.models.base import ServedModel
+from rose.models.base import attention_spec
 
 WAYS = ("engine", "link", "grpc", "http")
 # Scoring goes to the engine as one request whatever carries it: its loads are timed in process and over the link.
@@ -77,9 +80,14 @@ def main(load_name: str, arguments: argparse.Namespace, command: str) -> int:
 def _run_model(target: Target, wanted: Sequence[loads.Load], arguments: argparse.Namespace) -> int:
     """How many loads failed."""
     read = read_model_folder(target.folder)
-    reference = Reference(target.plain, target.device)
+
+    @cache
+    def reference() -> Reference:
+        with stage("reference", arguments.verbose):
+            return Reference(target.plain, target.device)
+
     failed = 0
-    for driver, backends in _drivers(target, read, wanted, arguments):
+    for driver, backends in _drivers(target, read, wanted, arguments, reference):
         for load in wanted:
             if load.name == "scoring" and driver.via not in SCORING_WAYS:
                 continue
@@ -87,7 +95,7 @@ def _run_model(target: Target, wanted: Sequence[loads.Load], arguments: argparse
                 row = loads.run(
                     driver,
                     load,
-                    reference,
+                    reference(),
                     vocab_size=read.architecture.vocab_size,
                     facts=target.facts,
                     backend=backends[load.tokens, load.batch],
@@ -107,36 +115,47 @@ def _run_model(target: Target, wanted: Sequence[loads.Load], arguments: argparse
 
 
 def _drivers(
-    target: Target, read: ModelFolder, wanted: Sequence[loads.Load], arguments: argparse.Namespace
+    target: Target,
+    read: ModelFolder,
+    wanted: Sequence[loads.Load],
+    arguments: argparse.Namespace,
+    meanwhile: Callable[[], object],
 ) -> Iterator[tuple[Driver, dict[tuple[int, int], str]]]:
-    """Each way in turn, ready; closed when the next one is asked for."""
+    """Each way in turn, ready; closed when the next one is asked for.
+
+    Args:
+        meanwhile: called while the server starts, where there is one.
+    """
     name, device, dtype = target.name, target.device, target.dtype
     if arguments.url:
         with closing(HttpDriver(arguments.url, name)) as rival:
             yield rival, {(load.tokens, load.batch): "unknown" for load in wanted}
         return
-    model = load_model(read, device, dtype)
+    spec = attention_spec(read, device, dtype)
     if "engine" in arguments.via:
+        with stage("model in this process", arguments.verbose):
+            model = load_model(read, device, dtype)
         limits = EngineConfig(
             max_tokens=read.max_tokens, bulk_tokens=max(16384, read.max_tokens), graph_bytes=GRAPH_BYTES
         )
         for backend in arguments.backend:
             engine = build_engine(model, limits, device, dtype, backend=backend)
             with closing(EngineDriver(engine)) as driver:
-                yield driver, backends_of(model, wanted, device, dtype, backend)
+                yield driver, backends_of(spec, wanted, backend)
                 _print_graphs(engine)
             del engine, driver
-    auto = backends_of(model, wanted, device, dtype, arguments.backend[0])
-    del model
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+        del model
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    auto = backends_of(spec, wanted, arguments.backend[0])
     others = [way for way in arguments.via if way != "engine"]
     if not others:
         return
     options = ["--backend", arguments.backend[0]] + ([] if arguments.warm_up else ["--no-warm-up"])
     spin = arguments.spin_seconds
     front = ["--replica-spin-seconds", str(spin)] if spin else []
-    with served(target.folder, name, options, front) as where, closing(LinkDriver(where.link, spin)) as link:
+    started = served(target.folder, name, options, front, meanwhile=meanwhile, verbose=arguments.verbose)
+    with started as where, closing(LinkDriver(where.link, spin)) as link:
         if "link" in others:
             yield link, auto
         if "grpc" in others:
@@ -147,13 +166,10 @@ def _drivers(
                 yield http_driver, auto
 
 
-def backends_of(
-    model: ServedModel, wanted: Sequence[loads.Load], device: torch.device, dtype: torch.dtype, backend: str
-) -> dict[tuple[int, int], str]:
+def backends_of(spec: AttentionSpec, wanted: Sequence[loads.Load], backend: str) -> dict[tuple[int, int], str]:
     """(tokens, batch) -> the backend that serves it: the choice of profile and table, or the one asked for."""
     if backend != "auto":
         return {(load.tokens, load.batch): backend for load in wanted}
-    spec = model.attention_spec(device, dtype)
     grid = profile_of(spec, "auto").grid
     auto = AutoBackend(spec) if grid is None else AutoBackend(spec, grid.excluded, grid.points)
     return {

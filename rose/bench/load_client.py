@@ -2,8 +2,9 @@
 
     python -m rose.bench.load_client VIA ADDRESS FILE
 
-FILE holds the requests as they are sent, each after its length. Prints `ready` after a first request, reads the time to
-end at (time.monotonic(), which processes of one machine share) from stdin, and prints the times as JSON in the end.
+FILE holds the requests as they are sent, each after its length. Prints `ready` after a first request, begins with the
+first line on stdin, reads the time to end at (time.monotonic(), which processes of one machine share) from the second,
+whenever that comes, and prints the times as JSON in the end.
 Knows bytes and clocks; knows neither models nor tables, and loads no torch.
 """
 
@@ -11,12 +12,14 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rose.bench.carriers import GrpcDriver, HttpDriver, LinkDriver
 from rose.proto import rose_pb2 as pb
@@ -56,12 +59,32 @@ def connect(via: str, address: str) -> tuple[Callable[[bytes], Any], Callable[[A
     raise ValueError(f"no client for {via!r}")
 
 
-def run(send: Callable[[Any], object], prepared: Sequence[Any], end: float) -> tuple[list[float], list[float]]:
+class End:
+    """The time to stop at, which may be told while requests run.
+
+    Attributes:
+        at: time.monotonic(); for ever until it is told.
+    """
+
+    def __init__(self, at: float = math.inf) -> None:
+        self.at = at
+
+    def read_from(self, source: IO[bytes]) -> None:
+        """Take it from the next line, in a thread; where there is none any more, the parent is gone: stop now."""
+
+        def read() -> None:
+            line = source.readline()
+            self.at = float(line) if line.strip() else -math.inf
+
+        threading.Thread(target=read, daemon=True).start()
+
+
+def run(send: Callable[[Any], object], prepared: Sequence[Any], end: End) -> tuple[list[float], list[float]]:
     """(starts, ends) of requests sent until `end`; the last may take longer."""
     starts: list[float] = []
     ends: list[float] = []
     clock = time.monotonic
-    while (start := clock()) < end:
+    while (start := clock()) < end.at:
         send(prepared[len(starts) % len(prepared)])
         ends.append(clock())
         starts.append(start)
@@ -75,12 +98,15 @@ def main(arguments: Sequence[str]) -> int:
     send(prepared[-1])
     sys.stdout.write("ready\n")
     sys.stdout.flush()
-    line = sys.stdin.readline()
-    if not line.strip():
+    # Unbuffered: nothing may hold a lock on it when the interpreter ends.
+    told = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)  # noqa: SIM115
+    if not told.readline().strip():
         return 1  # the parent is gone
+    end = End()
+    end.read_from(told)
     gc.collect()
     gc.disable()  # the client's collector is not what is measured
-    starts, ends = run(send, prepared, float(line))
+    starts, ends = run(send, prepared, end)
     json.dump({"starts": starts, "ends": ends}, sys.stdout)
     return 0
 

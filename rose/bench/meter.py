@@ -1,4 +1,4 @@
-"""How busy a device was during a window: by the engine's own events, and by NVML where it is there.
+"""When a window may begin, and how busy a device was in it: by the engine's counters, and by NVML where it is there.
 
 The engine's share counts from a batch's first to its last event, gaps between its kernels included; NVML's counts the
 samples in which any kernel ran. Knows counters; knows neither loads nor carriers.
@@ -11,14 +11,19 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rose.bench.steady import await_steady, first_runs
+
 SAMPLE_S = 0.1
 Counters = Mapping[str, int]
 
 
 class Meter:
-    """Reads counters at both ends of a window, and samples in between; one window a meter.
+    """Reads counters until a window may begin and at both ends of it, and samples in between; one window a meter.
 
     Attributes:
+        settled_s: under load until the window might begin.
+        first_runs: batches of the window that were the first, or the first captured, of their shape; None without
+            counters.
         busy_share: device seconds of the engine's batches over the clock's, or None without counters.
         graph_share: batches replayed from a graph, of all; 0 without counters.
         gpu_util: 0 .. 1, or None without NVML.
@@ -31,9 +36,19 @@ class Meter:
         """
         self._counters = counters
         self._sample = _nvml() if nvml else None
+        self.settled_s: float | None = None
+        self.first_runs: int | None = None
         self.busy_share: float | None = None
         self.graph_share = 0.0
         self.gpu_util: float | None = None
+
+    def settle(self, quiet_s: float, limit_s: float) -> None:
+        """Wait, under load, for what `await_steady` waits for.
+
+        Raises:
+            NotSteadyError: it did not come.
+        """
+        self.settled_s = round(await_steady(self._counters, quiet_s, limit_s), 2)
 
     def watch(self, begin: float, end: float) -> None:
         """Wait for the window's end; to be called before its begin (time.monotonic())."""
@@ -49,6 +64,8 @@ class Meter:
             self.gpu_util = round(sum(samples) / len(samples), 4)
         if "device_us" in after:
             self.busy_share = round((after["device_us"] - before["device_us"]) * 1e-6 / (ended - started), 4)
+        if after:
+            self.first_runs = first_runs(after) - first_runs(before)
         hits = after.get("graph_hits", 0) - before.get("graph_hits", 0)
         names = ("graph_hits", "graph_plain", "graph_captures")
         runs = sum(after.get(name, 0) - before.get(name, 0) for name in names)

@@ -15,10 +15,11 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rose.bench.stages import stage
 from rose.errors import StartupError
 
 START_SECONDS = 180.0
@@ -35,9 +36,17 @@ class Served:
 
 @contextlib.contextmanager
 def served(
-    folder: Path, name: str, engine_args: Sequence[str] = (), front_args: Sequence[str] = ()
+    folder: Path,
+    name: str,
+    engine_args: Sequence[str] = (),
+    front_args: Sequence[str] = (),
+    meanwhile: Callable[[], object] = lambda: None,
+    verbose: bool = False,
 ) -> Iterator[Served]:
     """`python -m rose.server` and `rose gateway` on `folder`, ready to answer.
+
+    Args:
+        meanwhile: called while both start, side by side. verbose: say how long that and the end take.
 
     Raises:
         StartupError: one of them ended or did not get ready in time; its output is in the message.
@@ -52,11 +61,12 @@ def served(
             engine = _start(
                 stack, [*python, "rose.server", str(folder), "--address", link, *served_as, *engine_args], sink
             )
-            _await_file(Path(scratch) / "engine.sock", engine, log)
             ports = ("--http", str(http_port), "--grpc", str(grpc_port))
             gateway = ("rose.cli", "gateway", str(folder), "--replica", link)
             front = _start(stack, [*python, *gateway, *ports, *front_args], sink)
-            _await_ready(f"http://127.0.0.1:{http_port}/ready", (engine, front), log)
+            with stage("server ready, with what is done meanwhile", verbose):
+                meanwhile()
+                _await_ready(f"http://127.0.0.1:{http_port}/ready", (engine, front), log)
             yield Served(link, f"http://127.0.0.1:{http_port}/v1", f"127.0.0.1:{grpc_port}")
 
 
@@ -76,24 +86,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _await_file(path: Path, process: subprocess.Popen[bytes], log: Path) -> None:
-    _await(path.exists, (process,), log)
+def _ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
 
 
 def _await_ready(url: str, processes: Sequence[subprocess.Popen[bytes]], log: Path) -> None:
-    def ready() -> bool:
-        try:
-            with urllib.request.urlopen(url, timeout=2) as response:
-                return bool(response.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
-
-    _await(ready, processes, log)
-
-
-def _await(condition: object, processes: Sequence[subprocess.Popen[bytes]], log: Path) -> None:
     end = time.monotonic() + START_SECONDS
-    while not condition():  # type: ignore[operator]
+    while not _ready(url):
         if any(process.poll() is not None for process in processes) or time.monotonic() > end:
             raise StartupError(f"a process did not get ready:\n{log.read_text(errors='replace')[-4000:]}")
         time.sleep(0.05)

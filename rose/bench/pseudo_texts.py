@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from itertools import islice, product
 
 CONSONANTS, VOWELS = "bdfghjklmnprstvz", "aeiou"
 SYLLABLES = tuple(c + v for c, v in product(CONSONANTS, VOWELS))
 # Of a text's words, those that are not among the common ones.
 _RARE = 0.2
 _COMMON = 4_000
-# Ways to fill up to the exact count that are tried before a text is given up and another begun.
-_TRIES = 40
+# Words tried for the last place of a text before it is given up, and rounds of making up for texts given up.
+_TRIES, _ROUNDS = 40, 40
+_AT_A_TIME = 4096
 
 
 def common_words(count: int) -> Iterator[str]:
@@ -41,50 +42,77 @@ def words(seed: int) -> Iterator[str]:
             yield common[int(len(common) ** choose.random()) - 1]
 
 
-def exact_texts(tokens: int, count: int, count_tokens: Callable[[str], int], source: Iterator[str]) -> list[str]:
+def exact_texts(
+    tokens: int, count: int, count_tokens: Callable[[Sequence[str]], Sequence[int]], source: Iterator[str]
+) -> list[str]:
     """`count` texts of exactly `tokens` tokens each.
 
+    Each word is counted once, behind another word, and a text is put together by adding; then texts are counted whole,
+    and one that is off, where a tokenizer does not just add up, is made again for as many fewer or more.
+
     Args:
-        count_tokens: tokens of a text, special tokens included.
+        count_tokens: tokens of each text, special tokens included.
         source: words, endless.
 
     Raises:
         ValueError: no text of that many tokens can be put together from these words.
     """
+    counted_words = _Counted(count_tokens, source)
     found: list[str] = []
-    for _ in range(_TRIES * count):
-        text = _exact(tokens, count_tokens, source)
-        if text is not None:
-            found.append(text)
-            if len(found) == count:
-                return found
+    wanted = [tokens] * count  # by adding, of each text that is missing
+    for _ in range(_ROUNDS):
+        made = [(by_sum, text) for by_sum in wanted if (text := _put_together(by_sum, counted_words))]
+        counted = count_tokens([text for _, text in made]) if made else []
+        found += [text for (_, text), n in zip(made, counted, strict=True) if n == tokens]
+        wanted = [by_sum + tokens - n for (by_sum, _), n in zip(made, counted, strict=True) if n != tokens]
+        wanted += [tokens] * (count - len(found) - len(wanted))
+        if not wanted:
+            return found
     raise ValueError(f"no {count} texts of exactly {tokens} tokens come of these words")
 
 
-def _exact(tokens: int, count_tokens: Callable[[str], int], source: Iterator[str]) -> str | None:
+class _Counted:
+    """Words with the tokens that each adds to a text: endless (word, tokens).
+
+    Attributes:
+        special: tokens that a text has besides.
+    """
+
+    def __init__(self, count_tokens: Callable[[Sequence[str]], Sequence[int]], source: Iterator[str]) -> None:
+        self._count_tokens = count_tokens
+        self._known: dict[str, int] = {}
+        self._source = source
+        self._first = next(source)
+        (self._alone,) = count_tokens([self._first])
+        self._stream = self._counted()
+        self.special = self._alone - self._cost([self._first])[0]
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return self._stream
+
+    def _counted(self) -> Iterator[tuple[str, int]]:
+        while True:  # many at a time: each call of a tokenizer sets threads to work
+            some = list(islice(self._source, _AT_A_TIME))
+            yield from zip(some, self._cost(some), strict=True)
+
+    def _cost(self, some: Sequence[str]) -> list[int]:
+        new = [word for word in dict.fromkeys(some) if word not in self._known]
+        if new:
+            counted = self._count_tokens([f"{self._first} {word}" for word in new])
+            self._known |= {word: n - self._alone for word, n in zip(new, counted, strict=True)}
+        return [self._known[word] for word in some]
+
+
+def _put_together(tokens: int, words: _Counted) -> str:
+    """Words that come to `tokens` by adding, those left out that would be too many; "" if none fits in the end."""
     parts: list[str] = []
-    while count_tokens(" ".join(parts)) < tokens:
-        parts += [next(source) for _ in range(max(1, tokens // 4))]
-    kept = _longest(parts, tokens, count_tokens)
-    for _ in range(_TRIES):
-        missing = tokens - count_tokens(" ".join(kept))
-        if missing == 0:
-            return " ".join(kept)
-        longer = [*kept, next(source)]
-        if count_tokens(" ".join(longer)) <= tokens:
-            kept = longer
-        elif missing > 0 and len(kept) > 1 and _ % 4 == 3:
-            kept = kept[:-1]
-    return None
-
-
-def _longest(parts: Sequence[str], tokens: int, count_tokens: Callable[[str], int]) -> list[str]:
-    """As many leading words as have at most `tokens` tokens."""
-    low, high = 0, len(parts)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if count_tokens(" ".join(parts[:middle])) <= tokens:
-            low = middle
+    missing, left_out = tokens - words.special, 0
+    for word, cost in words:
+        if 0 < cost <= missing:
+            parts.append(word)
+            missing -= cost
         else:
-            high = middle - 1
-    return list(parts[:low])
+            left_out += 1
+        if missing <= 0 or left_out == _TRIES:
+            break
+    return "" if missing else " ".join(parts)

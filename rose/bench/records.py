@@ -47,13 +47,16 @@ class Row:
         via: "engine" (in process), "link", "grpc" or "http"; all but the first from another process.
         backend: attention backend that served it.
         graph_hit_share: batches replayed from a captured graph, of all timed.
-        p50_ms .. max_ms: of whole requests.
+        p50_ms .. max_ms: of whole requests. Where there is a window: p50, p90 and p99 of those that ended within, max
+            also of those that reach over one of its edges.
         per_s: sequences a second, by the clock of the whole run.
-        n: requests timed.
+        n: requests timed; where there is a window, those that ended within.
         cosine: least of the items checked against transformers in fp32; None where tokens come back, not vectors.
         tokens_per_s: tokens taken in a second; of decoding, tokens given out.
         floor_share: of the rate that the chip's measured ceilings allow for this shape.
         busy_share: of the clock's time, what the engine's batches took the device by its own events.
+        settled_s: under load before the window began: until no batch of a new shape had come for --warm seconds.
+        first_runs: in the window, batches that were the first, or the first captured, of their shape; each may be slow.
         gpu_util: share of the samples' time in which any kernel ran, as NVML tells it.
         new_tokens: generated a prompt.
         ttft_ms, ttft_p99_ms: from sending a request to its first token: median, and 99 of 100.
@@ -87,6 +90,8 @@ class Row:
     floor_share: float | None = None
     busy_share: float | None = None
     gpu_util: float | None = None
+    settled_s: float | None = None
+    first_runs: int | None = None
     new_tokens: int | None = None
     ttft_ms: float | None = None
     ttft_p99_ms: float | None = None

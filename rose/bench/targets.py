@@ -21,6 +21,7 @@ from rose.bench.machine import commit, cpu_model
 from rose.bench.quantised_shapes import LEAST_COSINE, SCHEME_OF, quantised_checkpoint
 from rose.bench.records import Facts
 from rose.bench.shapes import SHAPES, Shape, build_checkpoint
+from rose.bench.stages import stage
 from rose.errors import InvalidInput
 
 
@@ -47,7 +48,13 @@ class Target:
         return LEAST_COSINE if self.facts.dtype in SCHEME_OF else loads.LEAST_COSINE
 
 
-def add_common_arguments(parser: argparse.ArgumentParser, shapes: Mapping[str, Shape] = SHAPES) -> None:
+def add_common_arguments(
+    parser: argparse.ArgumentParser, shapes: Mapping[str, Shape] = SHAPES, *, warm_up: bool = False
+) -> None:
+    """
+    Args:
+        warm_up: whether a server captures its usual graphs at start, where nothing is said.
+    """
     parser.add_argument(
         "--model",
         action="append",
@@ -59,12 +66,32 @@ def add_common_arguments(parser: argparse.ArgumentParser, shapes: Mapping[str, S
         default="auto",
         help="auto: bfloat16 on CUDA, else float32; the others: made weights in 8 bits (fp8: a scale a tensor, static)",
     )
-    parser.add_argument("--warm-up", action="store_true", help="let the server capture its usual graphs at start")
+    parser.add_argument(
+        "--warm-up",
+        action=argparse.BooleanOptionalAction,
+        default=warm_up,
+        help="let the server capture its usual graphs at start",
+    )
     parser.add_argument("--url", help="measure another OpenAI-compatible server: its address up to /embeddings")
     made = Path(tempfile.gettempdir()) / "rose-shapes"
     parser.add_argument("--folders", type=Path, default=made, help="where made checkpoints are kept")
     parser.add_argument("--commit", help="what is measured, where the machine has no checkout to ask")
+    parser.add_argument("--verbose", action="store_true", help="a line for each stage of the start and its seconds")
     parser.add_argument("--out", type=Path, help="JSONL file of rows; a new run replaces the old rows of its loads")
+
+
+def add_window_arguments(parser: argparse.ArgumentParser, *, seconds: float, warm: float) -> None:
+    """Of the loads with client processes."""
+    parser.add_argument("--seconds", type=float, default=seconds, help="length of the window")
+    parser.add_argument(
+        "--warm",
+        type=float,
+        default=warm,
+        help="the window begins once no batch of a new shape has come for so many seconds under load",
+    )
+    parser.add_argument(
+        "--steady-within", type=float, default=30.0, help="seconds under load after which that is given up, without row"
+    )
 
 
 def targets(
@@ -96,7 +123,8 @@ def targets(
             model=name,
             dtype=str(dtype).removeprefix("torch.") if arguments.dtype == "auto" else arguments.dtype,
         )
-        folder = Path(given) if given else build_checkpoint(name, arguments.folders / name, shapes=shapes)
+        with stage(f"folder of {name}", arguments.verbose):
+            folder = Path(given) if given else build_checkpoint(name, arguments.folders / name, shapes=shapes)
         plain, made = folder, None if given else shapes[name]
         if arguments.dtype != "auto":
             if made is None:

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import argparse
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cache
+
+import torch
 
 from rose.attention_backends.auto import AutoBackend
 from rose.attention_backends.choose import Load as AttentionLoad
 from rose.bench import loads
-from rose.bench.carriers import Driver, GrpcDriver, HttpDriver, Ids, LinkDriver
+from rose.bench.carriers import HttpDriver, Ids
 from rose.bench.fleet import Window, run_fleet
 from rose.bench.floors import floor_ms
 from rose.bench.loads import Load
 from rose.bench.meter import Meter
-from rose.bench.processes import Served, served
+from rose.bench.places import Place, places
 from rose.bench.records import Row, percentiles, write_rows
 from rose.bench.reference import Reference
-from rose.bench.targets import Target, add_common_arguments, targets
+from rose.bench.stages import stage
+from rose.bench.targets import Target, add_common_arguments, add_window_arguments, targets
 from rose.config import EngineConfig, ModelFolder, read_model_folder
 from rose.models.base import attention_spec
 from rose.proto import rose_pb2 as pb
@@ -37,19 +40,6 @@ DISTINCT = 4
 QUEUE_TOKENS = 1 << 22
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One way to what is measured.
-
-    Attributes:
-        address: for client processes. engine: where the engine tells its counters; None for another server.
-    """
-
-    driver: Driver
-    address: str
-    engine: LinkDriver | None
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser)
     parser.add_argument("--via", nargs="+", choices=WAYS, default=["link"])
@@ -57,9 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=100, help="sequences of one request")
     parser.add_argument("--clients", type=int, default=4, help="client processes")
     parser.add_argument("--backend", default="auto", help="attention backend")
-    parser.add_argument("--seconds", type=float, default=10.0, help="length of the window")
-    parser.add_argument("--warm", type=float, default=4.0, help="seconds under load before the window")
-    parser.add_argument("--profile", action="store_true", help="then: time of every kernel, in process, beside --out")
+    add_window_arguments(parser, seconds=10.0, warm=4.0)
+    parser.add_argument("--profile", action="store_true", help="first: time of every kernel, in process, beside --out")
 
 
 def main(arguments: argparse.Namespace, command: str) -> int:
@@ -70,25 +59,44 @@ def main(arguments: argparse.Namespace, command: str) -> int:
     """
     failed = 0
     for target in targets(arguments, command, ["bge-m3", "pplx-embed-0.6b"]):
-        failed += _run_model(target, arguments)
+        # First, so that a run which is cut short has it; the engine of this process is gone before a server starts.
         if arguments.profile:
-            from rose.bench.breakdown import profile_model
-
-            for tokens in arguments.tokens:
-                profile_model(target, tokens, arguments.batch, arguments.backend, arguments.out)
+            failed += not _profile(target, arguments)
+        failed += _run_model(target, arguments)
     return int(failed > 0)
+
+
+def _profile(target: Target, arguments: argparse.Namespace) -> bool:
+    """Whether it worked; it must not cost the loads."""
+    from rose.bench.breakdown import profile_model
+
+    try:
+        with stage("profile", arguments.verbose):
+            profile_model(target, arguments.tokens, arguments.batch, arguments.backend, arguments.out)
+            if target.device.type == "cuda":
+                torch.cuda.empty_cache()  # the server's now
+    except Exception:  # noqa: BLE001
+        print(f"{target.name}: profile failed:\n{traceback.format_exc()}", flush=True)
+        return False
+    return True
 
 
 def _run_model(target: Target, arguments: argparse.Namespace) -> int:
     """How many loads failed."""
     read = read_model_folder(target.folder)
-    reference = Reference(target.plain, target.device)
+
+    @cache
+    def reference() -> Reference:
+        with stage("reference", arguments.verbose):
+            return Reference(target.plain, target.device)
+
+    queue = ["--max-queued-tokens", str(QUEUE_TOKENS)]
     failed = 0
-    for place in places(target, arguments.via, arguments, ["--max-queued-tokens", str(QUEUE_TOKENS)]):
+    for place in places(target, arguments.via, arguments, queue, meanwhile=reference):
         for tokens in arguments.tokens:
             load = Load(f"throughput-{tokens}", tokens, arguments.batch, DISTINCT)
             try:
-                row = run(place, load, target, read, reference, arguments)
+                row = run(place, load, target, read, reference(), arguments)
             except loads.DisagreementError:
                 raise
             except Exception:  # noqa: BLE001  one load that cannot be served must not cost the others
@@ -106,24 +114,39 @@ def run(
     """The row of one load, printed.
 
     Raises:
-        DisagreementError, ClientFailedError.
+        DisagreementError, ClientFailedError, NotSteadyError, EmptyWindowError.
     """
     vocab_size = read.architecture.vocab_size
-    cosine = loads.check(place.driver, reference, load, vocab_size, target.least_cosine)
-    meter = Meter(place.engine.engine_counters if place.engine else None, nvml=target.device.type == "cuda")
     via = place.driver.via
-    found = run_fleet(
-        via,
-        place.address,
-        [packed_requests(via, target.name, load, vocab_size, client) for client in range(arguments.clients)],
-        warm_up_s=arguments.warm,
-        seconds=arguments.seconds,
-        meanwhile=meter.watch,
-    )
+    with stage(f"check, {load.name} via {via}", arguments.verbose):
+        cosine = loads.check(place.driver, reference, load, vocab_size, target.least_cosine)
+    sent = [packed_requests(via, target.name, load, vocab_size, client) for client in range(arguments.clients)]
+    found, meter = timed_window(place, sent, target, arguments)
     backend = backend_name(target, read, load, arguments.backend) if place.engine else "unknown"
     row = window_row(found, meter, load, target, via=via, in_flight=arguments.clients, backend=backend, cosine=cosine)
     print_row(row)
     return row
+
+
+def timed_window(
+    place: Place, requests: Sequence[Sequence[bytes]], target: Target, arguments: argparse.Namespace
+) -> tuple[Window, Meter]:
+    """A window of a load that has settled, and what the engine did in it; a client for each list of requests.
+
+    Raises:
+        ClientFailedError, NotSteadyError, EmptyWindowError.
+    """
+    meter = Meter(place.counters, nvml=target.device.type == "cuda")
+    with stage(f"{len(requests)} clients via {place.driver.via}, settling and window", arguments.verbose):
+        found = run_fleet(
+            place.driver.via,
+            place.address,
+            requests,
+            seconds=arguments.seconds,
+            settle=lambda: meter.settle(arguments.warm, arguments.steady_within),
+            meanwhile=meter.watch,
+        )
+    return found, meter
 
 
 def window_row(
@@ -143,7 +166,7 @@ def window_row(
         via=via,
         backend=backend,
         graph_hit_share=meter.graph_share,
-        **asdict(percentiles(found.seconds)),
+        **{**asdict(percentiles(found.seconds)), "max_ms": round(found.longest * 1e3, 3)},
         per_s=round(per_s, 1),
         n=len(found.seconds),
         cosine=cosine,
@@ -151,45 +174,23 @@ def window_row(
         floor_share=share,
         busy_share=meter.busy_share,
         gpu_util=meter.gpu_util,
+        settled_s=meter.settled_s,
+        first_runs=meter.first_runs,
     )
 
 
 def print_row(row: Row) -> None:
     shares = {"floor": row.floor_share, "busy": row.busy_share, "NVML": row.gpu_util, "graph": row.graph_hit_share}
     told = "  ".join(f"{name} {share:4.0%}" for name, share in shares.items() if share is not None)
+    told += f"  settled in {row.settled_s or 0:.1f} s"
+    if row.first_runs:
+        told += f", {row.first_runs} first runs in the window"
     print(
         f"{row.model:16} {row.load:16} {row.in_flight:2} x {row.batch:3} x {row.tokens:<5} {row.via:5} "
         f"{row.per_s:9.1f} /s {row.tokens_per_s or 0:9.0f} tok/s  p50 {row.p50_ms:9.2f}  p90 {row.p90_ms:9.2f}  "
         f"p99 {row.p99_ms:9.2f}  max {row.max_ms:9.2f} ms  {told}",
         flush=True,
     )
-
-
-def places(
-    target: Target, ways: Sequence[str], arguments: argparse.Namespace, engine_options: Sequence[str] = ()
-) -> Iterator[Place]:
-    """Each way in turn, ready; closed when the next one is asked for."""
-    if arguments.url:
-        with closing(HttpDriver(arguments.url, target.name)) as rival:
-            yield Place(rival, arguments.url, None)
-        return
-    options = ["--backend", arguments.backend, *engine_options] + ([] if arguments.warm_up else ["--no-warm-up"])
-    with served(target.folder, target.name, options) as where, closing(LinkDriver(where.link)) as engine:
-        for via in ways:
-            with _place(via, where, target.name, engine) as place:
-                yield place
-
-
-@contextmanager
-def _place(via: str, where: Served, name: str, engine: LinkDriver) -> Iterator[Place]:
-    if via == "link":
-        yield Place(engine, where.link, engine)
-    elif via == "grpc":
-        with closing(GrpcDriver(where.grpc, engine)) as grpc_driver:
-            yield Place(grpc_driver, where.grpc, engine)
-    else:
-        with closing(HttpDriver(where.http, name, engine)) as http_driver:
-            yield Place(http_driver, where.http, engine)
 
 
 def packed_requests(via: str, model: str, load: Load, vocab_size: int, client: int) -> list[bytes]:

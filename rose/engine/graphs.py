@@ -93,9 +93,14 @@ class Forward(Protocol):
 
 @dataclass(slots=True)
 class GraphMetrics:
-    """Counters since start, and bytes held now."""
+    """Counters since start, and bytes held now.
+
+    Attributes:
+        new_keys: of the plain runs, those of keys that had not run before: they may compile kernels, for seconds.
+    """
 
     plain: int = 0
+    new_keys: int = 0
     captures: int = 0
     hits: int = 0
     evicted: int = 0
@@ -129,6 +134,8 @@ class LazyGraphs:
         self._max_bytes = max_bytes
         self._held: OrderedDict[BatchKey, _Held] = OrderedDict()
         self._seen: OrderedDict[BatchKey, None] = OrderedDict()
+        # Beside `_seen`: also those that are never captured, and those whose graph had to go.
+        self._known: OrderedDict[BatchKey, None] = OrderedDict()
         self._refused: set[BatchKey] = set()
         self._runs = 0
         self._released: Callable[[BatchKey], None] = lambda key: None
@@ -187,6 +194,7 @@ class LazyGraphs:
 
     def _run_plain(self, key: BatchKey, inputs: Tensor, forward: Forward) -> Outputs:
         self.metrics.plain += 1
+        self._count_new(key)
         packed = self._to_device(inputs)
         if self._capturable(key) and key not in self._seen:
             # The first hit plans as the graph's replays will, so that they give the same bits.
@@ -212,6 +220,14 @@ class LazyGraphs:
             oldest, _ = self._seen.popitem(last=False)
             if oldest not in self._held:
                 self._released(oldest)
+
+    def _count_new(self, key: BatchKey) -> None:
+        if key in self._known:
+            return
+        self.metrics.new_keys += 1
+        self._known[key] = None
+        if len(self._known) > MAX_COUNTED:
+            self._known.popitem(last=False)
 
     def _may_capture(self, key: BatchKey) -> bool:
         if not self._capturable(key) or key not in self._seen:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
+import re
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rose.bench import breakdown, commands, load_client, records
-from rose.bench.fleet import ClientFailedError, run_fleet, window
+from rose.bench import breakdown, commands, concurrency, load_client, records, throughput
+from rose.bench.fleet import ClientFailedError, EmptyWindowError, run_fleet, window
 from rose.bench.floors import decode_floor_ms, floor_ms
 from rose.bench.llm_shapes import LLM_SHAPES
 from rose.bench.meter import Meter
@@ -25,8 +27,24 @@ def test_a_window_counts_the_part_of_a_request_that_lies_within():
     spans = [(0.0, 2.0), (1.5, 1.75), (2.5, 4.5), (5.0, 6.0)]
     found = window(spans, 1.0, 3.5)
     assert found.requests == pytest.approx(0.5 + 1 + 0.5)
-    assert list(found.seconds) == [0.25, 2.0], "latencies are of those that began within, wherever they end"
+    assert list(found.seconds) == [2.0, 0.25], "percentiles are of those that ended within, wherever they began"
+    assert found.longest == 2.0
     assert found.length == 2.5
+
+
+def test_a_stall_over_either_edge_of_a_window_is_its_longest_request():
+    quick = [(t / 10, (t + 1) / 10) for t in range(100)]
+    over_the_begin = window([*quick[:20], (2.0, 5.0), *quick[50:]], 4.0, 8.0)
+    assert (max(over_the_begin.seconds), over_the_begin.longest) == (3.0, 3.0)
+    over_the_end = window([*quick[:70], (7.0, 10.0)], 4.0, 8.0)
+    assert max(over_the_end.seconds) == pytest.approx(0.1)
+    assert over_the_end.longest == 3.0
+    assert window(quick, 4.0, 8.0).longest == pytest.approx(0.1)
+
+
+def test_a_window_in_which_nothing_ended_is_an_error():
+    with pytest.raises(EmptyWindowError, match=r"window of 1 s, the longest took 9\.00 s"):
+        window([(0.0, 9.0)], 4.0, 5.0)
 
 
 def test_requests_travel_to_a_client_byte_by_byte(tmp_path):
@@ -37,22 +55,37 @@ def test_requests_travel_to_a_client_byte_by_byte(tmp_path):
 
 def test_a_client_sends_in_turn_until_the_end_and_notes_every_time():
     seen = []
-    starts, ends = load_client.run(lambda one: seen.append(one) or time.sleep(0.004), "ab", time.monotonic() + 0.05)
+    end = load_client.End(time.monotonic() + 0.05)
+    starts, ends = load_client.run(lambda one: seen.append(one) or time.sleep(0.004), "ab", end)
     assert "".join(seen) == ("ab" * 20)[: len(seen)]
     assert len(starts) == len(ends) == len(seen) > 3
     assert all(end - start >= 0.004 for start, end in zip(starts, ends, strict=True))
 
 
+def test_a_client_runs_until_it_is_told_when_to_end_or_its_parent_is_gone():
+    for told, most in ((f"{time.monotonic() + 0.02!r}\n".encode(), 5.0), (b"", 5.0)):
+        source, sink = os.pipe()
+        end = load_client.End()
+        with os.fdopen(source, "rb", buffering=0) as reader:
+            end.read_from(reader)
+            assert end.at > time.monotonic() + 1e6, "until then for ever"
+            os.write(sink, told)
+            os.close(sink)
+            began = time.monotonic()
+            load_client.run(lambda one: time.sleep(0.001), "a", end)
+        assert time.monotonic() - began < most
+
+
 def test_a_client_that_cannot_connect_is_told_with_its_own_words(tmp_path):
     with pytest.raises(ClientFailedError, match="nothing listens"):
-        run_fleet("link", f"unix:{tmp_path}/nobody", [[b""]], warm_up_s=0, seconds=0.1)
+        run_fleet("link", f"unix:{tmp_path}/nobody", [[b""]], seconds=0.1)
 
 
 def test_a_meter_reads_both_ends_of_its_window():
     told = iter(
         [
-            {"device_us": 1_000, "graph_hits": 5, "graph_plain": 1, "graph_captures": 1},
-            {"device_us": 51_000, "graph_hits": 11, "graph_plain": 2, "graph_captures": 2},
+            {"device_us": 1_000, "graph_hits": 5, "graph_plain": 1, "graph_captures": 1, "graph_new_keys": 1},
+            {"device_us": 51_000, "graph_hits": 11, "graph_plain": 2, "graph_captures": 2, "graph_new_keys": 2},
         ]
     )
     meter = Meter(lambda: next(told), nvml=False)
@@ -60,6 +93,7 @@ def test_a_meter_reads_both_ends_of_its_window():
     meter.watch(begin, begin + 0.1)
     assert meter.busy_share == pytest.approx(0.5, rel=0.2)
     assert meter.graph_share == 0.75
+    assert meter.first_runs == 2
     assert meter.gpu_util is None
 
 
@@ -99,6 +133,9 @@ def test_kernels_are_named_shortly_and_added_up():
     assert breakdown.shares_by_kind(times) == {"attention": 0.6, "product": 0.4}
     assert breakdown.kind_of("_add_layer_norm_kernel") == "norm"
     assert breakdown.kind_of("something_else") == "other"
+    groups = breakdown.grouped(breakdown.kernel_times([("x_gemm", 1, 5.0), ("rope", 1, 2.0), ("memcpy", 1, 1.0)]))
+    assert list(groups) == ["products", "attention", "norms", "activation", "other"]
+    assert [[one.name for one in group] for group in groups.values()] == [["x_gemm"], [], [], [], ["rope", "memcpy"]]
 
 
 def run(load, *options):
@@ -131,13 +168,26 @@ def test_throughput_from_folder_to_row_and_profile(scratch, capfd):
     told = json.loads((scratch / "kernels_tiny-bge-m3_6x48.json").read_text())
     assert told["share_by_kind"]["product"] > 0.05
     assert 0 < told["kernels_ms"] <= told["profiled_ms"] * 2
-    assert "throughput-48" in capfd.readouterr().out
+    told = capfd.readouterr().out
+    assert told.index("products") < told.index("throughput-48"), "a run that is cut short has its profile"
 
 
-def test_concurrency_from_text_to_row(scratch):
+def test_a_profile_that_fails_costs_no_row(scratch, monkeypatch, capsys):
+    def fail(*_):
+        raise RuntimeError("no profiler here")
+
+    monkeypatch.setattr(breakdown, "profile_model", fail)
+    monkeypatch.setattr(throughput, "_run_model", lambda *_: print("the loads") or 0)
+    where = ["--model", "tiny-bge-m3", "--folders", str(scratch / "made")]
+    assert run("throughput", *where, "--profile") == 1
+    assert capsys.readouterr().out.rstrip().endswith("the loads")
+    assert run("throughput", *where) == 0
+
+
+def test_concurrency_from_text_to_row(scratch, capfd):
     out = scratch / "texts.jsonl"
     size = ["--tokens", "64", "--in-flight", "1", "2", "--seconds", "0.5", "--warm", "0.2"]
-    where = ["--folders", str(scratch / "made"), "--out", str(out)]
+    where = ["--folders", str(scratch / "made"), "--out", str(out), "--verbose"]
     assert run("concurrency", "--model", "tiny-pplx-embed", *size, *where) == 0
     rows = records.read_rows(out)
     assert [(row.load, row.in_flight, row.batch) for row in rows] == [("concurrency-1", 1, 1), ("concurrency-2", 2, 1)]
@@ -147,6 +197,21 @@ def test_concurrency_from_text_to_row(scratch):
         assert row.cosine is not None
         assert row.cosine > 0.99999
         assert row.p50_ms <= row.p90_ms <= row.p99_ms <= row.max_ms
+        assert row.settled_s is not None
+        assert row.settled_s >= 0.2
+        assert row.first_runs in range(row.in_flight), "a text alone has run, two may come together only now"
+    told = capfd.readouterr().out
+    for what in ("folder of", "texts", "reference", "server ready", "check", "2 clients"):
+        assert re.search(rf"^ +\d+\.\d\d s  {what}", told, re.M), what
+
+
+def test_concurrency_is_of_a_server_that_is_warm_and_throughput_asks_for_it():
+    for load, expected in ((concurrency, True), (throughput, False)):
+        parser = argparse.ArgumentParser()
+        load.add_arguments(parser)
+        assert parser.parse_args([]).warm_up is expected
+        assert parser.parse_args(["--no-warm-up"]).warm_up is False
+        assert parser.parse_args(["--warm-up"]).warm_up is True
 
 
 def test_rows_leave_out_what_they_do_not_have(tmp_path):

@@ -104,7 +104,7 @@ def test_first_plain_then_capture_then_replay():
     graphs, _ = make(FakeCapturer())
     assert [run(graphs, key(64), n) for n in (5, 6, 7, 8)] == [6, 7, 8, 9]
     metrics = graphs.metrics
-    assert (metrics.plain, metrics.captures, metrics.hits) == (1, 1, 2)
+    assert (metrics.plain, metrics.new_keys, metrics.captures, metrics.hits) == (1, 1, 1, 2)
     assert metrics.bytes == 100 + 8
     assert key(64) in graphs
 
@@ -151,7 +151,7 @@ def test_all_else_runs_plain_for_ever_and_makes_no_plan_to_keep(capturer, max_by
     graphs, released = make(capturer, max_bytes)
     forward = Sum()
     assert [run(graphs, which, n, forward) for n in range(4)] == [1, 2, 3, 4]
-    assert graphs.metrics.plain == 4
+    assert (graphs.metrics.plain, graphs.metrics.new_keys) == (4, 1)
     assert forward.loads == [None] * 4
     assert released == []
 

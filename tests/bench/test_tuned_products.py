@@ -1,0 +1,73 @@
+"""benchmarks/kernels/tune_gemm.py: its products are the models' own, and each has tiles to choose from."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from rose.bench.llm_shapes import LLM_SHAPES
+from rose.bench.shapes import SHAPES
+from rose.config.architecture import read_architecture
+from rose.config.json_file import JsonFile
+from rose.kernels import tiles
+from rose.layers.linear import GatedLinear, Linear
+from rose.models.registry import build_backbone
+
+MODELS = {
+    "bge": SHAPES["bge-m3"],
+    "pplx": SHAPES["pplx-embed-0.6b"],
+    "qwen3-0.6b": LLM_SHAPES["qwen3-0.6b"],
+    "pplx-4b": SHAPES["pplx-embed-4b"],
+    # The published config.json: as pplx-embed-4b's, from the same base.
+    "qwen3-embedding-4b": dataclasses.replace(
+        SHAPES["qwen3-embedding-0.6b"],
+        config={**SHAPES["pplx-embed-4b"].config, "model_type": "qwen3", "architectures": ["Qwen3Model"]},
+    ),
+    "qwen3-8b": LLM_SHAPES["qwen3-8b"],
+    "qwen3.5-4b": LLM_SHAPES["qwen3.5-4b"],
+}
+TOKENS = (16, 32, 64, 128, 256, 512, 1024, 4096)
+
+
+@pytest.fixture(scope="module")
+def tune_gemm():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "kernels"))
+        yield importlib.import_module("tune_gemm")
+
+
+def products_of(shape):
+    """(gated, outputs, inputs) of every product in the layers."""
+    architecture = read_architecture(JsonFile.of(Path("config.json"), dict(shape.config)))
+    with torch.device("meta"):
+        model = build_backbone(architecture)
+    gated = {module: isinstance(module, GatedLinear) for module in model.modules()}
+    linear = [module for module in gated if isinstance(module, GatedLinear | Linear)]
+    shapes = [(gated[module], *module.weight.shape) for module in linear]
+    return {(is_gated, n // (2 if is_gated else 1), k) for is_gated, n, k in shapes}
+
+
+def test_every_shape_has_a_model(tune_gemm):
+    assert set(MODELS) == set(tune_gemm.SHAPES)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_products_are_those_of_the_models_layers(tune_gemm, name):
+    assert {(p.gated, p.n, p.k) for p in tune_gemm.SHAPES[name]} == products_of(MODELS[name])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_product_has_tiles_to_choose_from_at_every_size(tune_gemm, name):
+    for p in tune_gemm.SHAPES[name]:
+        for tokens in TOKENS:
+            coarse = tune_gemm.possible(p, tune_gemm.coarse(p, tokens))
+            assert coarse, f"{tiles.key(p.op, p.n, p.k)} at {tokens}"
+            for tile in coarse:
+                assert p.n % tile.bn == 0
+                assert p.k % (tile.bk * tile.split) == 0
+                assert tile.split == 1 or p.op == "partial"
+            assert tune_gemm.possible(p, tune_gemm.near(p, tokens, coarse[0]))
