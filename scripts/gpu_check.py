@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What has to be seen on a GPU machine, in parts of at most four minutes each.
+"""What has to be seen on a GPU machine, in parts of at most five minutes each.
 
-    python scripts/gpu_check.py --part tests      numbers and behaviour: everything marked `gpu`
+    python scripts/gpu_check.py --part tests      numbers and behaviour: everything marked `gpu`, files side by side
     python scripts/gpu_check.py --part kernels    time of every kernel against its floor and a rival
     python scripts/gpu_check.py --part loads      the published loads, in process and over every carrier
     python scripts/gpu_check.py --part models     every family: tiny ones within the parity rules, full sizes timed
@@ -17,19 +17,20 @@ printed before it runs, so that any of them can be repeated by hand.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PART_SECONDS = 240.0
+PART_SECONDS = 300.0
 LOAD_PARTS = ("throughput", "concurrency", "decode")
 PARTS = ("tests", "kernels", "loads", "models", *LOAD_PARTS, "select")
 SELECT_SECONDS = 570.0
@@ -40,12 +41,9 @@ def steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[str]]]:
     """(name, command) of one part, the most telling first."""
     python = sys.executable
     if part == "tests":
-        pytest = [python, "-m", "pytest", "-m", "gpu and not slow", "-q", "--maxfail=8", "-p", "no:cacheprovider"]
-        # Most of the kernels' time is compiling: with pytest-xdist it is shared out.
-        workers = ["-n", "8"] if importlib.util.find_spec("xdist") else []
-        yield "tests/kernels", [*pytest, *workers, "tests/kernels"]
-        for room in ("attention_backends", "engine", "server"):
-            yield f"tests/{room}", [*pytest, f"tests/{room}"]
+        options = ["-q", "--maxfail=20", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        for path in gpu_tests():
+            yield path, [python, "-m", "pytest", "-m", "gpu and not slow", *options, path]
     elif part == "kernels":
         yield (
             "kernels/encoder",
@@ -72,6 +70,15 @@ def steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[str]]]:
                     f"loads/{load}/{model}",
                     [python, "-m", "rose.bench.gpu_loads", load, "--model", model, *short, *rows],
                 )
+
+
+def gpu_tests() -> list[str]:
+    """Files with tests for a GPU, the largest first; in two folders it is a fixture that takes them there."""
+    folders = ("tests/kernels", "tests/engine/generation")
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
+    files += [path for folder in folders for path in (ROOT / folder).glob("test_*.py")]
+    ordered = sorted(set(files), key=lambda path: (-path.stat().st_size, path.name))
+    return [str(path.relative_to(ROOT)) for path in ordered]
 
 
 def load_steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[str]]]:
@@ -138,26 +145,79 @@ def run(name: str, command: list[str], seconds: float, log: Path) -> dict[str, o
     }
 
 
+def run_side_by_side(commands: list[tuple[str, list[str]]], seconds: float, log: Path) -> list[dict[str, object]]:
+    """Every command, as many at a time as there are processors: most of a kernel test's time is compiling. What a step
+    printed is appended to the log once it is done; of those that fail, pytest's last lines are shown."""
+    end = time.monotonic() + seconds
+
+    def one(step: tuple[str, list[str]]) -> dict[str, object]:
+        name, command = step
+        started = time.monotonic()
+        try:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "2"},
+                capture_output=True,
+                text=True,
+                timeout=max(1.0, end - started),
+                check=False,
+            )
+            status, printed = done.returncode, done.stdout + done.stderr
+        except subprocess.TimeoutExpired as cut:
+            status, printed = -1, (cut.stdout or b"").decode(errors="replace") + f"\nstopped after {seconds:.0f} s\n"
+        nothing_here = status == 5  # pytest: no test was selected
+        last = printed.strip().splitlines()[-1:] or [""]
+        print(f"{'ok  ' if status == 0 or nothing_here else 'FAIL'} {name}: {last[0]}", flush=True)
+        failures = [line for line in printed.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        print("".join(f"       {line[:200]}\n" for line in failures[:12]), end="", flush=True)
+        with lock, log.open("a") as sink:
+            sink.write(f"\n== {shlex.join(command)}\n{printed}")
+        told = shlex.join(["python", *command[1:]])
+        return {
+            "step": name,
+            "command": told,
+            "status": 0 if nothing_here else status,
+            "seconds": round(time.monotonic() - started, 1),
+        }
+
+    lock = threading.Lock()
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return list(pool.map(one, commands))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", required=True, choices=PARTS)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "h200")
     parser.add_argument("--only", nargs="+", default=[], help="steps whose name contains one of these")
-    parser.add_argument("--seconds", type=float, help="of the whole part (default: 240, of select 570)")
+    parser.add_argument("--seconds", type=float, help="of the whole part (default: 300, of select 570)")
     parser.add_argument("--quick", action="store_true", help="loads: few requests, to see that everything runs")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     seconds = arguments.seconds or (SELECT_SECONDS if arguments.part == "select" else PART_SECONDS)
     end = time.monotonic() + seconds
-    done = []
-    for name, command in steps(arguments.part, arguments.out.resolve(), arguments.quick):
-        if arguments.only and not any(wanted in name for wanted in arguments.only):
-            continue
-        done.append(run(name, command, max(1.0, end - time.monotonic()), arguments.out / f"{arguments.part}.log"))
+    done: list[dict[str, object]] = []
+    log = arguments.out / f"{arguments.part}.log"
+
+    def keep() -> None:
         summary = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "part": arguments.part, "steps": done}
         (arguments.out / f"check_{arguments.part}.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+    wanted = [
+        (name, command)
+        for name, command in steps(arguments.part, arguments.out.resolve(), arguments.quick)
+        if not arguments.only or any(part in name for part in arguments.only)
+    ]
+    if arguments.part == "tests":
+        done += run_side_by_side(wanted, seconds, log)
+        keep()
+    else:
+        for name, command in wanted:
+            done.append(run(name, command, max(1.0, end - time.monotonic()), log))
+            keep()
     for step in done:
-        print(f"{'ok  ' if step['status'] == 0 else 'FAIL'} {step['seconds']:7.1f} s  {step['step']}")
+        print(f"{'ok  ' if step['status'] == 0 else 'FAIL'} {step['seconds']!s:>7} s  {step['step']}")
     return int(any(step["status"] != 0 for step in done))
 
 
