@@ -8,6 +8,7 @@
     python scripts/gpu_check.py --part throughput    four clients with batches of 100, and where the device's time goes
     python scripts/gpu_check.py --part concurrency   1 to 16 texts in flight over HTTP
     python scripts/gpu_check.py --part decode     language models: first token and each further one
+    python scripts/gpu_check.py --part fp8        8-bit products alone, a query and batches beside bf16
     python scripts/gpu_check.py --part select     profiles of four shapes, each checked by a second run (nine minutes)
 
 Results are written as they come, under --out (default: benchmarks/results/h200). Each step is a command of its own,
@@ -32,7 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PART_SECONDS = 300.0
 LOAD_PARTS = ("throughput", "concurrency", "decode")
-PARTS = ("tests", "kernels", "loads", "models", *LOAD_PARTS, "select")
+PARTS = ("tests", "kernels", "loads", "models", *LOAD_PARTS, "fp8", "select")
 SELECT_SECONDS = 570.0
 SELECTED = ("bge-m3", "pplx-embed-0.6b", "qwen3.5-4b", "pplx-embed-4b")
 
@@ -56,6 +57,25 @@ def steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[str]]]:
         sizes = ["--tokens", "128", "512", "--via", "engine", "--n", "500", "--out", str(out / "loads.jsonl")]
         for model in ("minilm", "e5-small", "qwen3-embedding-0.6b", "bge-m3", "pplx-embed-0.6b", "pplx-embed-4b"):
             yield f"models/{model}", [python, "-m", "rose.bench.gpu_loads", "latency", "--model", model, *sizes]
+    elif part == "fp8":
+        rows = ["--out", str(out / "loads.jsonl")]
+        yield "fp8/products", [python, "benchmarks/kernels/scaled_mm.py", "--out", str(out)]
+        for model in ("bge-m3", "pplx-embed-0.6b"):
+            query = ["latency", "--model", model, "--dtype", "fp8", "--tokens", "128", "--via", "engine"]
+            yield f"fp8/latency/{model}", [python, "-m", "rose.bench.gpu_loads", *query, *rows]
+            batches = [
+                "throughput",
+                "--model",
+                model,
+                "--dtype",
+                "fp8",
+                "--tokens",
+                "512",
+                "--via",
+                "link",
+                "--profile",
+            ]
+            yield f"fp8/throughput/{model}", [python, "-m", "rose.bench.commands", *batches, *rows]
     elif part in LOAD_PARTS:
         yield from load_steps(part, out, quick)
     elif part == "select":

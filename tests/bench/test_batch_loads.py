@@ -271,6 +271,27 @@ def test_the_gpu_check_gives_options_that_there_are(part, quick):
         assert set(options.model) <= {*SHAPES, *LLM_SHAPES}
 
 
+@pytest.mark.parametrize("part", ["loads", "models", "fp8"])
+def test_the_gpu_checks_other_parts_too(part):
+    from rose.bench import gpu_loads, throughput
+
+    spec = importlib.util.spec_from_file_location("gpu_check", Path(__file__).parents[2] / "scripts" / "gpu_check.py")
+    assert spec is not None
+    assert spec.loader is not None
+    gpu_check = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gpu_check)
+    parsed = 0
+    for _, command in gpu_check.steps(part, Path("out"), False):
+        module = {"rose.bench.gpu_loads": gpu_loads, "rose.bench.commands": throughput}.get(command[2])
+        if module is None:
+            continue
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        module.add_arguments(parser)
+        assert set(parser.parse_args(command[4:]).model) <= set(SHAPES)
+        parsed += 1
+    assert parsed >= 4
+
+
 def test_requests_of_clients_are_not_each_others():
     from rose.bench.loads import Load
     from rose.bench.throughput import packed_requests
