@@ -47,7 +47,11 @@ _FRONT_LIMITS: dict[str, tuple[str, type, str]] = {
     "--max-request-tokens": ("max_request_tokens", int, "most tokens of one request (default: 1048576)"),
     "--max-body-bytes": ("max_body_bytes", int, "largest HTTP body or gRPC message (default: 32 MiB)"),
     "--max-held-bytes": ("max_held_bytes", int, "most bytes of all of them at a time (default: eight of the largest)"),
-    "--tokenizer-threads": ("tokenizer_threads", int, "threads for texts of more than 4 KB (default: 2)"),
+    "--tokenizer-threads": (
+        "tokenizer_threads",
+        int,
+        "threads for texts of over 4 KB, or many (default: 2)",
+    ),
     "--replica-silence-seconds": (
         "replica_silence_seconds",
         float,

@@ -93,8 +93,8 @@ class GatewayConfig:
         max_request_tokens: most tokens of one request, over all its inputs.
         max_documents, max_chunks, max_context_tokens: the same of a request for contextual vectors.
         inline_chars: texts up to this many characters in all are tokenised on the event loop; a hop to the pool
-            costs more than a short encode.
-        tokenizer_threads: threads of the pool for longer ones.
+            costs more than a short encode. With more than a few requests open, only the shortest are.
+        tokenizer_threads: threads of the pool for longer ones, and for a crowd's.
         tokenizer_queue: requests that may wait for that pool or run in it; more are answered 429.
         default_timeout_s: deadline of a request that states none.
         strict_dimensions: refuse `dimensions` the model was not trained for.

@@ -2,8 +2,9 @@
 
 The library's own padding and truncation are switched off once and never touched again: they are state of the shared
 tokenizer, so setting them per call makes threads see each other's limits or fail. Short texts are encoded on the event
-loop, since a hop to a thread costs more than they do; long ones in a pool, a piece at a time. Knows text and ids; knows
-neither models nor requests.
+loop, since a hop to a thread costs more than they do; long ones in a pool, a piece at a time, and so are all but the
+shortest while many requests are open and the loop is what they wait for. Knows text and ids; knows neither models nor
+requests.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from rose.proto.convert import IntArray
 CHUNK_CHARS = 1 << 16
 # Longer texts, which cannot be encoded in parts, wait for each other and hold up nobody else.
 LONG_CHARS = 1 << 18
+# Shorter than a hop to the pool in any crowd: some 50 µs, where 512 tokens (2 to 3 thousand characters) take 400.
+BRIEF_CHARS = 512
 T = TypeVar("T")
 
 
@@ -38,6 +41,7 @@ class TextTokenizer:
     Args:
         threads: of the pool for longer texts.
         inline_chars: texts up to this many characters in all are encoded on the event loop.
+        crowded: whether the event loop has others to serve meanwhile; then `inline_chars` are at most BRIEF_CHARS.
         queue: lists of longer texts that may wait for the pool or run in it.
         lower_case: lower-case every text first, as sentence-transformers does for models that say so.
 
@@ -54,6 +58,7 @@ class TextTokenizer:
         *,
         threads: int = 2,
         inline_chars: int = 4096,
+        crowded: Callable[[], bool] = lambda: False,
         queue: int = 256,
         lower_case: bool = False,
     ) -> None:
@@ -73,6 +78,8 @@ class TextTokenizer:
         self._split: tuple[Tokenizer, ControlTokenSplitter] | None = None
         self._guarded: frozenset[int] = frozenset()
         self._inline_chars = inline_chars
+        self._crowded = crowded
+        self._queue = queue
         self._lower_case = lower_case
         self._pool = TokenizerPool(threads, queue)
 
@@ -147,7 +154,7 @@ class TextTokenizer:
             bounds=bounds,
         )
         ready = not split_special_tokens or self._split is not None
-        if ready and sum(map(len, texts)) <= self._inline_chars:
+        if ready and self._inline(sum(map(len, texts))):
             return encode(texts)
         pieces = (
             Piece(
@@ -181,10 +188,16 @@ class TextTokenizer:
         Raises:
             Overloaded: the pool has enough to do.
         """
-        if chars <= self._inline_chars:
+        if self._inline(chars):
             return work()
         (done,) = await self._pool.run([Piece(work, long=chars > LONG_CHARS)])
         return done
+
+    def _inline(self, chars: int) -> bool:
+        """Texts that may be encoded inline never take the pool's last places: they are not what it refuses."""
+        if chars > self._inline_chars:
+            return False
+        return chars <= BRIEF_CHARS or not self._crowded() or self._pool.depth >= self._queue // 2
 
     def added_tokens(self) -> dict[int, tuple[str, bool]]:
         """Id -> spelling, and whether the file calls it special."""

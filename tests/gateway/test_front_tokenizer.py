@@ -6,6 +6,7 @@ import asyncio
 import functools
 import hashlib
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rose.errors import CheckpointError, TokenizerMismatch
 from rose.gateway.facts import read_facts
-from rose.gateway.tokenizer import TextTokenizer
+from rose.gateway.tokenizer import BRIEF_CHARS, TextTokenizer
 from tests.support import tiny_tokenizers
 from tests.support.tiny_checkpoints import tiny_xlm_roberta
 
@@ -132,6 +133,36 @@ def test_short_texts_are_encoded_inline_and_long_ones_in_the_pool(tmp_path):
         assert [ids.tolist() for ids in found] == [ids.tolist() for ids in tokenizer.encode(texts)]
     assert depths == [0, 1]
     assert tokenizer.pool_depth == 0
+    tokenizer.close()
+
+
+def test_in_a_crowd_only_the_shortest_are_encoded_inline(tmp_path):
+    """And what would be inline alone is never refused: it leaves half of the pool's places to longer texts."""
+    tiny_tokenizers.save(tiny_tokenizers.word_piece(), tmp_path)
+    crowd, held = [True], threading.Event()
+    tokenizer = TextTokenizer(tmp_path, threads=1, queue=4, crowded=lambda: crowd[0])
+    brief, middling, inline = "salt " * (BRIEF_CHARS // 5), "salt " * 200, []
+
+    async def where(text):
+        """Whether the text was encoded before the event loop got to anything else."""
+        work = asyncio.ensure_future(tokenizer.encode_async([text]))
+        await asyncio.sleep(0)
+        inline.append(work.done())
+        return work
+
+    async def go():
+        blocked = asyncio.ensure_future(tokenizer.in_pool(held.wait, 10**6))
+        await asyncio.sleep(0)
+        works = [await where(text) for text in (brief, middling, middling)]
+        crowd[0] = False
+        works.append(await where(middling))
+        held.set()
+        await asyncio.gather(blocked, *works)
+        return [(await work)[0].tolist() for work in works]
+
+    found = asyncio.run(go())
+    assert inline == [True, False, True, True]
+    assert found == [tokenizer.encode([text])[0].tolist() for text in (brief, middling, middling, middling)]
     tokenizer.close()
 
 
