@@ -74,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write(out / "eval.jsonl", every)
     sample = [text.text for text in every if text.group % 5 == 0]
     (out / "verify.txt").write_text("\n".join(sample) + "\n", encoding="utf-8")
-    watched = [text.text for text in trained[::10]]
+    # One of each language, each article twice: the next language's next article.
+    watched = [text.text for text in trained[:: TRAINED_ARTICLES + 1]]
     (out / "calibrate.txt").write_text("\n".join(watched) + "\n", encoding="utf-8")
     print(f"{len(trained)} texts to train on, {len(every)} to measure with, {len(sample)} to verify with: {out}")
     return 0
