@@ -147,6 +147,17 @@ def test_batches_never_hold_a_passage_twice():
     assert first == again
 
 
+def test_a_missing_translation_is_left_out():
+    texts = [text for text in made_texts(6) if (text.group, text.language) != (4, "aaa")]
+    ids = [[text.group] * 5 for text in texts]
+    recipe = train.Recipe(steps=10, texts=6, languages=3, first_languages=2)
+    for batch in train.batches(texts, ids, recipe):
+        assert {own[0] for own in batch[0]} == {1, 2, 3, 5, 6}
+    few = [text for text in texts if text.group in {1, 4}]
+    with pytest.raises(ValueError, match="two groups in all of them are needed, not 1"):
+        next(train.batches(few, [[1]] * len(few), recipe))
+
+
 def test_passages_are_the_same_share_of_each_language():
     row = [list(range(60)), list(range(100, 220)), list(range(300, 320))]
     found = train.passages(row, 20, random.Random(1))

@@ -75,6 +75,9 @@ def batches(texts: Sequence[Text], ids: Sequence[Ids], recipe: Recipe) -> Iterat
     """For every step, [languages][texts] of token ids; row i of all languages says the same, and no two rows do.
 
     English is always one of the languages. The others join in the order in which `texts` has them.
+
+    Raises:
+        ValueError: the languages of a step have fewer than two groups in common.
     """
     draw = random.Random(recipe.seed)
     found: dict[int, dict[str, Ids]] = defaultdict(dict)
@@ -84,7 +87,10 @@ def batches(texts: Sequence[Text], ids: Sequence[Ids], recipe: Recipe) -> Iterat
     for step in range(recipe.steps):
         done = step / recipe.steps
         languages = [PIVOT, *draw.sample(others[: joined(len(others), done, recipe)], recipe.languages - 1)]
-        rows = [[found[group][language] for language in languages] for group in sorted(found)]
+        shared = [found[group] for group in sorted(found) if found[group].keys() >= set(languages)]
+        if len(shared) < 2:
+            raise ValueError(f"{', '.join(languages)}: two groups in all of them are needed, not {len(shared)}")
+        rows = [[texts_of[language] for language in languages] for texts_of in shared]
         if draw.random() < (1 - recipe.whole) * min(1, done / 0.4):
             length = draw.uniform(recipe.shortest, recipe.longest)
             rows = [passage for row in rows for passage in passages(row, length, draw)]
