@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import transformers
 
 from examples.lora_embedder import golden, measure, report, train
 from examples.lora_embedder.model import difference_from_rose, embed, load_bidirectional
-from examples.lora_embedder.texts import PIVOT, TRAINED, UNSEEN, Text, training_texts, write
+from examples.lora_embedder.texts import MEASURED, PIVOT, TRAINED, UNSEEN, Text, training_texts, write
 from rose import cli
 from rose.bench.systems import RoseInProcess
 from tests.support import corpora
@@ -34,15 +35,12 @@ def _quiet():
 
 
 def made_texts(groups: int) -> list[Text]:
-    """Articles that are told apart by numbers, in three languages; every second one has two paragraphs."""
-    found = []
-    for group in range(1, groups + 1):
-        for language, words in WORDS.items():
-            halves = [f"{words} {group}", f"{group * 37} {words}"]
-            found.append(Text(group, 0, language, " ".join(halves)))
-            if group % 2:
-                found += [Text(group, part, language, half) for part, half in enumerate(halves, 1)]
-    return found
+    """Articles that are told apart by numbers, in three languages."""
+    return [
+        Text(group, language, f"{words} {group} {group * 37} {words}")
+        for group in range(1, groups + 1)
+        for language, words in WORDS.items()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +57,7 @@ def test_from_language_model_to_served_embedder(base, tmp_path, capsys):
     write(data, trained_on)
     texts.write_text("\n".join(text.text for text in trained_on[:12]) + "\n")
     assert cli.main(["convert", str(base), *CONVERT, "-o", str(untrained)]) == 0
-    settings = {"steps": 12, "articles": 8, "rank": 4, "rate": 0.01}
+    settings = {"steps": 12, "texts": 8, "rank": 4, "rate": 0.01}
     options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     train.main([str(base), "--served", str(untrained), "--data", str(data), "--out", str(adapter), *options])
     log = read_json(adapter / "training.json")
@@ -82,7 +80,7 @@ def recalls_of(folder: Path) -> float:
     """The example's measure, without a server's processes between."""
     system = RoseInProcess(folder, 1)
     try:
-        found = measure.measure(system, [text for text in made_texts(30) if text.part == 0])
+        found = measure.measure(system, made_texts(30))
     finally:
         system.close()
     assert set(found) == {"aaa", "bbb"}
@@ -126,23 +124,58 @@ def test_info_nce_by_hand():
     assert train.info_nce(languages, 0.1).item() == pytest.approx(sum(expected) / len(expected), rel=1e-5)
 
 
-def test_batches_never_hold_an_article_twice():
+def test_batches_never_hold_a_passage_twice():
+    """Tokens name their group, language and place, so that what a step holds can be read off it."""
     texts = made_texts(20)
-    ids = [[text.group, text.part, sorted(WORDS).index(text.language)] for text in texts]
-    recipe = train.Recipe(articles=12, languages=3)
-    parts = set()
-    for _, batch in zip(range(30), train.batches(texts, ids, recipe), strict=False):
+    names = sorted(WORDS)
+    ids = [[(text.group * 3 + names.index(text.language)) * 100 + n for n in range(40)] for text in texts]
+    recipe = train.Recipe(steps=60, texts=12, languages=3, first_languages=2, shortest=10, longest=14)
+    sizes = []
+    for batch in train.batches(texts, ids, recipe):
         assert len(batch) == 3
-        groups = [own[0] for own in batch[0]]
-        assert len(set(groups)) == 12
+        assert all(own[0] // 100 % 3 == names.index(PIVOT) for own in batch[0])
         for language in batch:
-            assert [own[:2] for own in language] == [own[:2] for own in batch[0]]
-            assert len({own[2] for own in language}) == 1
-        assert batch[0][0][2] == sorted(WORDS).index(PIVOT)
-        parts |= {own[1] for own in batch[0]}
-    assert parts == {0, 1, 2}
+            assert len({own[0] // 100 % 3 for own in language}) == 1
+            assert [own[0] // 300 for own in language] == [own[0] // 300 for own in batch[0]]
+            assert len({own[0] for own in language}) == 12
+            tokens = [token for own in language for token in own]
+            assert len(set(tokens)) == len(tokens)
+        sizes.append(len(batch[0][0]))
+    assert set(sizes[:3]) == {40}
+    assert 0.3 < sum(size == 40 for size in sizes[24:]) / 36 < 0.6
     first, again = (next(train.batches(texts, ids, recipe)) for _ in range(2))
     assert first == again
+
+
+def test_a_missing_translation_is_left_out():
+    texts = [text for text in made_texts(6) if (text.group, text.language) != (4, "aaa")]
+    ids = [[text.group] * 5 for text in texts]
+    recipe = train.Recipe(steps=10, texts=6, languages=3, first_languages=2)
+    for batch in train.batches(texts, ids, recipe):
+        assert {own[0] for own in batch[0]} == {1, 2, 3, 5, 6}
+    few = [text for text in texts if text.group in {1, 4}]
+    with pytest.raises(ValueError, match="two groups in all of them are needed, not 1"):
+        next(train.batches(few, [[1]] * len(few), recipe))
+
+
+def test_passages_are_the_same_share_of_each_language():
+    row = [list(range(60)), list(range(100, 220)), list(range(300, 320))]
+    found = train.passages(row, 20, random.Random(1))
+    assert len(found) == 3
+    for i, own in enumerate(row):
+        assert [token for passage in found for token in passage[i]] == own
+    for english, longer, shorter in found:
+        assert 8 <= len(english) <= 32
+        assert len(longer) == pytest.approx(2 * len(english), abs=1)
+        assert len(shorter) == pytest.approx(len(english) / 3, abs=1)
+    assert train.passages(row, 1000, random.Random(1)) == [row]
+    assert all(all(passage) for passage in train.passages([list(range(60)), [1, 2, 3]], 5, random.Random(1)))
+
+
+def test_languages_join_one_after_another():
+    recipe = train.Recipe(first_languages=8)
+    assert [train.joined(40, done, recipe) for done in (0, 0.15, 0.4, 0.65, 1)] == [8, 8, 24, 40, 40]
+    assert [train.joined(2, done, recipe) for done in (0, 1)] == [8, 2]
 
 
 def test_recall_at_1():
@@ -173,8 +206,8 @@ def test_measured_over_http(base, tmp_path):
     """`rose serve` in processes of its own gives what the same folder gives in process."""
     served, data, out = tmp_path / "served", tmp_path / "eval.jsonl", tmp_path / "results.json"
     cli.main(["convert", str(base), *CONVERT, "-o", str(served)])
-    languages = (PIVOT, *TRAINED, *UNSEEN)
-    texts = [Text(group, 0, name, f"{name} {group} {group * 37}") for group in range(1, 31) for name in languages]
+    languages = (PIVOT, *MEASURED, *UNSEEN)
+    texts = [Text(group, name, f"{name} {group} {group * 37}") for group in range(1, 31) for name in languages]
     write(data, texts)
     measure.main([f"tiny={served}", "--data", str(data), "--out", str(out)])
     system = RoseInProcess(served, 1)
@@ -195,8 +228,11 @@ def test_what_is_measured_was_not_trained_on():
         pytest.skip(str(error))
     assert {text.group for text in texts} == set(range(1, 21))
     assert {text.language for text in texts} == {PIVOT, *TRAINED}
-    assert not set(UNSEEN) & {PIVOT, *TRAINED}
-    whole = {(text.language, text.group): text.text for text in texts if text.part == 0}
+    assert len(set(TRAINED)) == len(TRAINED)
+    # "ron_2006" is Romanian, and so are "ron_1953" and "ron_1993".
+    assert not {name[:3] for name in UNSEEN} & {name[:3] for name in (PIVOT, *TRAINED)}
+    whole = {(text.language, text.group): text.text for text in texts}
+    assert len(whole) == len(texts) == 20 * (1 + len(TRAINED))
     assert whole["fra", 1] == corpora.udhr_articles("fra")[0]
     later = {text for language in (PIVOT, *TRAINED) for text in corpora.udhr_articles(language)[20:]}
     assert not later & {text.text for text in texts}

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from examples.lora_embedder.texts import PIVOT, TRAINED, TRAINED_ARTICLES, UNSEEN, Text, read
+from examples.lora_embedder.texts import MEASURED, PIVOT, TRAINED_ARTICLES, UNSEEN, Text, read
 from rose.bench.machine import provenance
 from rose.bench.systems import RoseHttp, System
 
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (path := getattr(options, name)) is not None:
             results[name] = json.loads(path.read_text(encoding="utf-8"))
             results[name].pop("layers", None)
-    results["languages"] = {"trained": list(TRAINED), "unseen": list(UNSEEN)}
+    results["languages"] = {"trained": list(MEASURED), "unseen": list(UNSEEN)}
     results["systems"] = {}
     for name, folder in (system.split("=", 1) for system in options.systems):
         system = RoseHttp(Path(folder), options.threads)

@@ -55,7 +55,7 @@ def _row(label: str, before: float, after: float) -> str:
 def _about(results: Mapping[str, Any]) -> list[str]:
     training, verified = results["training"], results["verified"]
     recipe, versions = training["recipe"], results["versions"]
-    drawn = f"{recipe['articles']} articles in {recipe['languages']} languages"
+    drawn = f"{recipe['texts']} articles or passages in {recipe['languages']} of {training['languages']} languages"
     trained = (
         f"Training: {recipe['steps']} steps of {drawn} in {training['seconds'] / 60:.0f} minutes with "
         f"{training['threads']} thread; loss {_mean(training['losses'][:10]):.2f} in the first ten steps, "

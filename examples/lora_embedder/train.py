@@ -2,10 +2,10 @@
 
     python -m examples.lora_embedder.train smollm2 --served BASE --data train.jsonl --out ADAPTER
 
-Each step draws articles and three languages, English one of them, and asks each text to find its translation among the
-step's other articles (InfoNCE in both directions, over all pairs of languages). The forward is bidirectional and
-mean-pooled, and is compared with ROSE's forward of BASE, the converted folder without the LoRA, before anything is
-trained. Knows models and losses; what is trained on is the data file's business.
+Each step draws articles, or passages of them, and three languages, English one of them, and asks each text to find its
+translation among the step's others (InfoNCE in both directions, over all pairs of languages). The forward is
+bidirectional and mean-pooled, and is compared with ROSE's forward of BASE, the converted folder without the LoRA,
+before anything is trained. Knows models and losses; what is trained on is the data file's business.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +38,22 @@ Ids = list[int]
 class Recipe:
     """
     Attributes:
-        articles: of a step, all different. languages: of a step, English among them.
+        texts: of a step in each language. languages: of a step, English among them.
+        first_languages: from which the first steps draw; the others join one after another.
+        whole: share of the steps that keep to whole articles, once the other steps have set in.
+        shortest, longest: passage of the other steps, in English tokens, about.
         tokens: longest text; the rest of it is cut off.
         warmup: share of the steps over which the rate rises; it falls to 0 over the others.
     """
 
-    steps: int = 140
-    articles: int = 12
+    steps: int = 110
+    texts: int = 14
     languages: int = 3
-    tokens: int = 64
+    first_languages: int = 8
+    whole: float = 0.4
+    shortest: int = 18
+    longest: int = 32
+    tokens: int = 72
     rate: float = 1e-3
     warmup: float = 0.1
     temperature: float = 0.05
@@ -65,20 +72,50 @@ def add_lora(model: Any, recipe: Recipe) -> Any:
 
 
 def batches(texts: Sequence[Text], ids: Sequence[Ids], recipe: Recipe) -> Iterator[list[list[Ids]]]:
-    """Endless [languages][articles] of token ids.
+    """For every step, [languages][texts] of token ids; row i of all languages says the same, and no two rows do.
 
-    An article takes part whole or by one of its paragraphs, never by both: they would be each other's wrong answers.
+    English is always one of the languages. The others join in the order in which `texts` has them.
+
+    Raises:
+        ValueError: the languages of a step have fewer than two groups in common.
     """
     draw = random.Random(recipe.seed)
-    found: dict[int, dict[int, dict[str, Ids]]] = defaultdict(lambda: defaultdict(dict))
+    found: dict[int, dict[str, Ids]] = defaultdict(dict)
     for text, own in zip(texts, ids, strict=True):
-        found[text.group][text.part][text.language] = own[: recipe.tokens]
-    others = sorted({text.language for text in texts} - {PIVOT})
-    while True:
-        languages = [PIVOT, *draw.sample(others, recipe.languages - 1)]
-        groups = draw.sample(sorted(found), recipe.articles)
-        chosen = [draw.choice([part for part in found[g].values() if part.keys() >= set(languages)]) for g in groups]
-        yield [[part[language] for part in chosen] for language in languages]
+        found[text.group][text.language] = own
+    others = list(dict.fromkeys(text.language for text in texts if text.language != PIVOT))
+    for step in range(recipe.steps):
+        done = step / recipe.steps
+        languages = [PIVOT, *draw.sample(others[: joined(len(others), done, recipe)], recipe.languages - 1)]
+        shared = [found[group] for group in sorted(found) if found[group].keys() >= set(languages)]
+        if len(shared) < 2:
+            raise ValueError(f"{', '.join(languages)}: two groups in all of them are needed, not {len(shared)}")
+        rows = [[texts_of[language] for language in languages] for texts_of in shared]
+        if draw.random() < (1 - recipe.whole) * min(1, done / 0.4):
+            length = draw.uniform(recipe.shortest, recipe.longest)
+            rows = [passage for row in rows for passage in passages(row, length, draw)]
+        chosen = draw.sample(rows, min(recipe.texts, len(rows)))
+        yield [[row[i][: recipe.tokens] for row in chosen] for i in range(recipe.languages)]
+
+
+def joined(languages: int, done: float, recipe: Recipe) -> int:
+    """How many languages take part after the share `done` of the steps: the first ones for 15%, all from 65%."""
+    share = min(1.0, max(0.0, done - 0.15) / 0.5)
+    return max(recipe.languages - 1, round(recipe.first_languages + share * (languages - recipe.first_languages)))
+
+
+def passages(row: Sequence[Ids], length: float, draw: random.Random) -> list[list[Ids]]:
+    """An article in some languages -> its consecutive passages, each with the same share of the article in all of them.
+
+    Word order differs little enough between most languages that the same share says nearly the same.
+
+    Args:
+        length: of a passage in the first language, about, in tokens.
+    """
+    count = max(1, round(len(row[0]) / length))
+    cuts = [0.0, *((i + draw.uniform(-0.3, 0.3)) / count for i in range(1, count)), 1.0]
+    found = [[own[round(a * len(own)) : round(b * len(own))] for own in row] for a, b in pairwise(cuts)]
+    return [passage for passage in found if all(passage)]
 
 
 def info_nce(languages: Sequence[Tensor], temperature: float) -> Tensor:
@@ -105,9 +142,9 @@ def train(model: Any, texts: Sequence[Text], ids: Sequence[Ids], recipe: Recipe,
     )
     losses: list[float] = []
     started = time.perf_counter()
-    for _, batch in zip(range(recipe.steps), batches(texts, ids, recipe), strict=False):
-        vectors = embed(model, [own for language in batch for own in language])
-        loss = info_nce(vectors.split(recipe.articles), recipe.temperature)
+    for batch in batches(texts, ids, recipe):
+        vectors = embed(model, [own for language in batch for own in language], chunk_tokens=512)
+        loss = info_nce(vectors.split(len(batch[0])), recipe.temperature)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
@@ -147,6 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model.save_pretrained(options.out)
     log = {"recipe": {name: getattr(recipe, name) for name in Recipe.__dataclass_fields__}, "difference": difference}
     log |= {"seconds": round(time.perf_counter() - started, 1), "threads": torch.get_num_threads()}
+    log["languages"] = len({text.language for text in texts})
     log["losses"] = [round(loss, 4) for loss in losses]
     (options.out / "training.json").write_text(json.dumps(log) + "\n", encoding="utf-8")
     print(options.out)
