@@ -48,8 +48,14 @@ def table(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 
 def sources(rows: Iterable[Row]) -> str:
     """Which commits the rows are of."""
-    dates = sorted({(row["date"], row["commit"][:7]) for row in rows})
-    return ", ".join(f"commit {commit} of {date}" for date, commit in dates)
+    dates = sorted({(row["date"], commit(row)) for row in rows})
+    return ", ".join(f"commit {name} of {date}" for date, name in dates)
+
+
+def commit(row: Row) -> str:
+    """Short where it is a hash alone; in full where it says what else was there."""
+    name: str = row["commit"]
+    return name[:7] if re.fullmatch("[0-9a-f]+", name) else name
 
 
 def latency(rows: list[Row]) -> str:
@@ -68,12 +74,17 @@ def latency(rows: list[Row]) -> str:
     return f"{table(heads, lines)}\n\n{sources(used).capitalize()}."
 
 
+def dtype(row: Row) -> str:
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(row["dtype"], row["dtype"])
+
+
 def rates(rows: list[Row]) -> str:
     """Many requests at once: throughput over the link, and texts over HTTP."""
     lines, used = [], []
     for row in sorted(rows, key=lambda r: (r["model"], -r["batch"], r["tokens"], r["in_flight"])):
         if row["load"].startswith("throughput"):
-            what, told = f"4 clients × {row['batch']} texts of {row['tokens']}", f"{row['per_s']:.0f} emb/s"
+            what = f"{row['in_flight']} clients × {row['batch']} texts of {row['tokens']}"
+            told = f"{row['per_s']:.0f} emb/s"
         elif row["load"].startswith("concurrency"):
             what = f"{row['in_flight']} texts of {row['tokens']} in flight"
             told = f"{row['p50_ms']:.1f} / {row['p99_ms']:.1f} ms, {row['per_s']:.0f} emb/s"
@@ -81,34 +92,38 @@ def rates(rows: list[Row]) -> str:
             continue
         used.append(row)
         floor = "" if row.get("floor_share") is None else f"{100 * row['floor_share']:.0f} %"
-        lines.append([NAMES.get(row["model"], row["model"]), what, row["via"], told, floor])
+        lines.append([NAMES.get(row["model"], row["model"]), dtype(row), what, row["via"], told, floor])
     if not used:
         return "Not measured yet."
-    heads = ("model", "load", "via", "p50 / p99, rate", "of the floor's rate")
+    heads = ("model", "dtype", "load", "via", "p50 / p99, rate", "of the floor's rate")
     return f"{table(heads, lines)}\n\n{sources(used).capitalize()}."
 
 
 def decode(rows: list[Row]) -> str:
     """Generating: time to the first token and for each further one."""
-    lines, used = [], []
+    lines = []
     for row in sorted(rows, key=lambda r: (r["model"], r["tokens"], r["via"], r["batch"])):
         if row["load"] == "decode":
-            used.append(row)
             each = f"{row['ttft_ms']:.1f}", f"{row['tpot_ms']:.2f} / {row['tpot_p99_ms']:.2f}"
             share = "" if row.get("floor_share") is None else f"{100 * row['floor_share']:.0f} %"
             size = f"{row['batch']} × {row['tokens']} + {row['new_tokens']}"
-            lines.append([NAMES.get(row["model"], row["model"]), size, row["via"], *each, share])
-    if not used:
+            same = "not compared" if row.get("agreement") is None else f"{100 * row['agreement']:.0f} %"
+            name = NAMES.get(row["model"], row["model"])
+            lines.append([name, dtype(row), size, row["via"], *each, share, same, commit(row)])
+    if not lines:
         return "Not measured yet."
     heads = (
         "model",
+        "dtype",
         "prompts × tokens + new",
         "via",
         "first token, ms",
         "each further one, p50 / p99 ms",
         "of the floor",
+        "clear places as transformers'",
+        "commit",
     )
-    return f"{table(heads, lines)}\n\n{sources(used).capitalize()}."
+    return table(heads, lines)
 
 
 BLOCKS = {"latency": latency, "rates": rates, "decode": decode}

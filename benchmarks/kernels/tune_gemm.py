@@ -336,7 +336,7 @@ def write(path: Path, table: dict[str, dict[str, Tile | None]]) -> None:
             f'  "{b}": {json.dumps(None if t is None else as_row(t))}'
             for b, t in sorted(table[name].items(), key=lambda item: (len(item[0]), item[0]))
         ]
-        products.append(f'"{name}": {{\n' + ",\n".join(rows) + "\n}")
+        products.append(f' "{name}": {{\n' + ",\n".join(rows) + "\n }")
     path.write_text("{\n" + ",\n".join(products) + "\n}\n")
 
 
