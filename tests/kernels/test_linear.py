@@ -210,15 +210,16 @@ def test_unknown_activation_is_refused():
 
 def test_table_holds_only_launchable_tiles():
     for name, rows in tiles._table().items():
-        op, shape = name.split(":")
+        kind, shape = name.split(":")
         n, k = map(int, shape.split("x"))
+        op, size = kind.removeprefix("fp8-"), 1 if kind.startswith("fp8-") else 2
         assert op in ("linear", "partial", "gated")
         for bucket, tile in rows.items():
             assert bucket == tiles.LARGE or int(bucket) in tiles.BUCKETS
             if tile is not None:
                 assert tile.split == 1 or op == "partial"
                 assert min(tile.bm, tile.bn, tile.bk) >= 16
-                assert tile.kind != "sm90" or sm90_reason(tile, n, k, gated=op == "gated") is None
+                assert tile.kind != "sm90" or sm90_reason(tile, n, k, gated=op == "gated", size=size) is None
 
 
 @pytest.mark.parametrize("op", ["linear", "partial", "gated"])
