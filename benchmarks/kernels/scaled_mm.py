@@ -2,37 +2,102 @@
 
     PYTHONPATH=. python benchmarks/kernels/scaled_mm.py --out DIR [--tokens 16 128 1024 16384]
 
-µs a call, eight weights in turn inside one graph (so that a weight is not found in the cache by luck alone). `bf16` is
-rose.kernels.linear; `fp8` rows under a settled scale that arrive as codes; `fp8 token` rows that are quantised first, a
-scale each; `int8` likewise; `block` with 128 x 128 scales; `error` the relative distance of `fp8` to fp64.
+µs a call, eight weights in turn inside one graph (so that a weight is not found in the cache by luck alone). A product
+that a layer leaves in pieces is timed with the add + RMSNorm that sums them. `bf16` is rose.kernels.linear; `fp8` rows
+under a settled scale that arrive as codes; `fp8 token` rows that are quantised first, a scale each; `int8` likewise;
+`block` with 128 x 128 scales; `error` the relative distance of `fp8` to fp64.
+
+`served` is the kernel of `fp8`. `fp8_sm90`, `fp8_plain` and `fp8_library` are the same product by each kernel in turn;
+None where it does not take it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from timing import Report, graph_us, out_argument
 from torch import Tensor
 
-from rose.kernels.linear import linear, linear_gated
+from rose.kernels import tiles
+from rose.kernels.activation import activate_in_place, gated_activation
+from rose.kernels.add_norm import add_rms_norm
+from rose.kernels.linear import linear, linear_gated, linear_partial
 from rose.kernels.quantize import FP8, quantize_group, quantize_static, quantize_token
-from rose.kernels.scaled_mm import dequantize, scaled_linear
+from rose.kernels.scaled_gemm import scaled_tile
+from rose.kernels.scaled_mm import dequantize, run_codes, scaled_linear, scaled_partial
+from rose.kernels.tiles import Tile, choose_codes, halves
 
-# (name, output features of both halves, input features, activation, gated)
+
+class Product(NamedTuple):
+    """[T, k] x [n, k]; n: outputs, of one half where gated."""
+
+    name: str
+    op: tiles.Op
+    n: int
+    k: int
+    activation: str | None = None
+
+    @property
+    def gated(self) -> bool:
+        return self.op == "gated"
+
+
 PRODUCTS = [
-    ("bge qkv", 3072, 1024, None, False),
-    ("bge fc1", 4096, 1024, "gelu", False),
-    ("bge fc2", 1024, 4096, None, False),
-    ("pplx gate_up", 6144, 1024, "silu", True),
-    ("pplx down", 1024, 3072, None, False),
+    Product("bge qkv", "linear", 3072, 1024),
+    Product("bge o", "partial", 1024, 1024),
+    Product("bge fc1", "linear", 4096, 1024, "gelu"),
+    Product("bge fc2", "partial", 1024, 4096),
+    Product("pplx qkv", "linear", 4096, 1024),
+    Product("pplx o", "partial", 1024, 2048),
+    Product("pplx gate_up", "gated", 3072, 1024, "silu"),
+    Product("pplx down", "partial", 1024, 3072),
 ]
 WEIGHTS = 8
+BF16 = torch.bfloat16
 
 
 def in_turn(calls: Sequence[Callable[[], Tensor]]) -> float:
     return graph_us(lambda: [call() for call in calls]) / len(calls)
+
+
+class Calls:
+    """One product of some tokens, every way it can be called."""
+
+    def __init__(self, p: Product, tokens: int) -> None:
+        self.p = p
+        self.residual = torch.randn(tokens, p.n, device="cuda").to(BF16)
+        self.gain = torch.ones(p.n, device="cuda", dtype=BF16)
+
+    def summed(self, pieces: Tensor) -> Tensor:
+        return add_rms_norm(pieces, self.residual, self.gain, 1e-6)[0]
+
+    def bf16(self, x: Tensor, w: Tensor) -> Tensor:
+        p = self.p
+        if p.op == "partial":
+            return self.summed(linear_partial(x, w))
+        return linear_gated(x, w, p.activation or "silu") if p.gated else linear(x, w, None, p.activation)
+
+    def served(self, x: Tensor, scale: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
+        p = self.p
+        if p.op == "partial":
+            return self.summed(scaled_partial(x, scale, w, w_scale, BF16))
+        return scaled_linear(x, scale, w, w_scale, None, p.activation, BF16, gated=p.gated)
+
+    def tiled(self, tile: Tile, x: Tensor, scale: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
+        p = self.p
+        pieces = p.op == "partial"
+        y = run_codes(x, scale, w, w_scale, None, p.activation, BF16, tile, pieces=pieces, gated=p.gated)
+        return self.summed(y) if pieces else y
+
+    def library(self, x: Tensor, scale: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
+        p = self.p
+        y = torch._scaled_mm(x, w.t(), scale_a=scale, scale_b=w_scale, out_dtype=BF16)
+        if p.op == "partial":
+            return self.summed(y.unsqueeze(0))
+        return gated_activation(y, p.activation or "silu") if p.gated else activate_in_place(y, p.activation)
 
 
 def main() -> None:
@@ -41,14 +106,25 @@ def main() -> None:
     options = parser.parse_args()
     report = Report(options.out / "scaled_mm.json")
     torch.manual_seed(0)
-    for name, n, k, activation, gated in PRODUCTS:
+    for p in PRODUCTS:
         for tokens in options.tokens:
-            report.section(f"{name} {tokens}", partial(measure, report, name, tokens, n, k, activation, gated))
+            report.section(f"{p.name} {tokens}", partial(measure, report, p, tokens))
 
 
-def measure(report: Report, name: str, tokens: int, n: int, k: int, activation: str | None, gated: bool) -> None:
-    x = torch.randn(tokens, k, device="cuda").bfloat16()
-    plain = [(torch.randn(n, k, device="cuda") * 0.03).bfloat16() for _ in range(WEIGHTS)]
+def exact(p: Product, x: Tensor, one: Tensor, w: Tensor, tensor: Tensor, calls: Calls) -> Tensor:
+    wide = x.double() * one.double() @ dequantize(w, tensor).double().T
+    if p.gated:
+        return torch.nn.functional.silu(wide[:, : p.n]) * wide[:, p.n :]
+    if p.op == "partial":
+        stream = wide + calls.residual.double()
+        return stream / (stream.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    return torch.nn.functional.gelu(wide) if p.activation == "gelu" else wide
+
+
+def measure(report: Report, p: Product, tokens: int) -> None:
+    n, k = p.n * halves(p.op), p.k
+    x = torch.randn(tokens, k, device="cuda").to(BF16)
+    plain = [(torch.randn(n, k, device="cuda") * 0.03).to(BF16) for _ in range(WEIGHTS)]
     one = torch.tensor([4.5 / 448], device="cuda")
     codes = quantize_static(x, one)
     fp8 = [quantize_token(w, FP8) for w in plain]
@@ -56,24 +132,27 @@ def measure(report: Report, name: str, tokens: int, n: int, k: int, activation: 
     tensor = torch.tensor([0.2 / 448], device="cuda")
     whole = [quantize_static(w, tensor) for w in plain]
     blocks = torch.full((n // 128, k // 128), 0.2 / 448, device="cuda")
+    calls = Calls(p, tokens)
+    run = calls.served
 
-    def run(x: Tensor, scale: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
-        return scaled_linear(x, scale, w, w_scale, None, activation, torch.bfloat16, gated=gated)
+    rule = scaled_tile(p.op, p.n, k, tokens, False)
+    tile = choose_codes(p.op, p.n, k, tokens, rule)
+    hopper = tile if tile is not None and tile.kind == "sm90" else None
 
-    def bf16(w: Tensor) -> Tensor:
-        return linear_gated(x, w, activation or "silu") if gated else linear(x, w, None, activation)
+    def tiled(tile: Tile | None) -> float | None:
+        return None if tile is None else in_turn([lambda w=w: calls.tiled(tile, codes, one, w, tensor) for w in whole])
 
     found = run(codes, one, whole[0], tensor)
-    wide = codes.double() * one.double() @ dequantize(whole[0], tensor).double().T
-    if gated:
-        wide = torch.nn.functional.silu(wide[:, : n // 2]) * wide[:, n // 2 :]
-    elif activation == "gelu":
-        wide = torch.nn.functional.gelu(wide)
+    wide = exact(p, codes, one, whole[0], tensor, calls)
     report.row(
-        name=name,
+        name=p.name,
         tokens=tokens,
-        bf16=in_turn([lambda w=w: bf16(w) for w in plain]),
+        bf16=in_turn([lambda w=w: calls.bf16(x, w) for w in plain]),
+        served="library" if tile is None else tile.kind,
         fp8=in_turn([lambda w=w: run(codes, one, w, tensor) for w in whole]),
+        fp8_sm90=tiled(hopper),
+        fp8_plain=tiled(rule),
+        fp8_library=in_turn([lambda w=w: calls.library(codes, one, w, tensor) for w in whole]),
         fp8_rows=in_turn([lambda w=w: run(codes, one, w[0], w[1].flatten()) for w in fp8]),
         fp8_token=in_turn([lambda w=w: run(*quantize_token(x, FP8), w[0], w[1].flatten()) for w in fp8]),
         int8=in_turn([lambda w=w: run(*quantize_token(x, torch.int8), w[0], w[1].flatten()) for w in int8]),

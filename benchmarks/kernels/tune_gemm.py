@@ -3,6 +3,7 @@
     PYTHONPATH=. python benchmarks/kernels/tune_gemm.py --out DIR [--tokens 64 128] [--shapes bge pplx] [--seconds 240]
 
 Steps of generating: --tokens 16 32 --shapes qwen3-0.6b qwen3-8b qwen3.5-4b. Shapes in common are measured once.
+Products of e4m3 codes under one scale a side: --dtype fp8; their rows of the table have names of their own.
 
 Two rounds: a coarse list of tiles for every product, then the neighbours of the best. In each round worker processes
 compile the candidates (into Triton's cache) and check them against the library on a batch with a tail, so that one that
@@ -22,6 +23,7 @@ import os
 import queue
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,12 +35,17 @@ from torch import Tensor
 from rose.kernels import tiles
 from rose.kernels.activation import activate_in_place, gated_activation
 from rose.kernels.add_norm import add_rms_norm, rms_norm
+from rose.kernels.add_norm_quantize import rms_norm_quantize
 from rose.kernels.gemm_sm90 import sm90_reason
 from rose.kernels.linear import run_tile
+from rose.kernels.quantize import quantize_static
+from rose.kernels.scaled_mm import run_codes
 from rose.kernels.tiles import Op, Tile
 
 DEVICE = "cuda"
 LAYERS = 24
+# Of codes: of rows whose values are those of a norm, and of weights, both clamped beyond 4.5 sigma.
+X_SCALE, W_SCALE = 4.5 / 448, 0.09 / 448
 
 
 class Product(NamedTuple):
@@ -47,10 +54,20 @@ class Product(NamedTuple):
     k: int
     activation: str | None = None
     bias: bool = False
+    codes: bool = False
 
     @property
     def gated(self) -> bool:
         return self.op == "gated"
+
+    @property
+    def key(self) -> str:
+        return tiles.key(self.op, self.n, self.k, codes=self.codes)
+
+    @property
+    def size(self) -> int:
+        """Bytes a value."""
+        return 1 if self.codes else 2
 
 
 def _qwen3(hidden: int, qkv: int, heads: int, intermediate: int) -> list[Product]:
@@ -132,7 +149,7 @@ def near(p: Product, tokens: int, tile: Tile) -> Iterator[Tile]:
     change = dataclasses.replace
     for stages in (2, 3, 4, 5, 6, 8):
         yield change(tile, stages=stages)
-    yield change(tile, bk={64: 128, 128: 64}.get(tile.bk, 128))
+    yield change(tile, bk=other_bk(p, tile))
     yield change(tile, warps=12 - tile.warps)
     if p.op == "partial" and tokens <= 512:
         for split in {max(1, tile.split - 1), tile.split + 1, tile.split + 2} - {tile.split}:
@@ -149,7 +166,22 @@ def near(p: Product, tokens: int, tile: Tile) -> Iterator[Tile]:
             yield change(tile, ahead=ahead, late_launch=True)
     else:
         yield change(tile, kind="prefetch")
-        yield change(tile, bk={64: 128, 128: 64}.get(tile.bk, 128), kind="prefetch")
+        yield change(tile, bk=other_bk(p, tile), kind="prefetch")
+
+
+def other_bk(p: Product, tile: Tile) -> int:
+    if p.codes:
+        return {128: 256, 256: 128}.get(tile.bk, 256)
+    return {64: 128, 128: 64}.get(tile.bk, 128)
+
+
+def deeper(p: Product, found: Iterable[Tile]) -> Iterator[Tile]:
+    """Of codes as many bytes a step, and half of them, for tiles of which that is not known."""
+    for tile in found:
+        if p.codes:
+            yield dataclasses.replace(tile, bk=2 * tile.bk)
+        if not p.codes or tile.bk >= 128:
+            yield tile
 
 
 def possible(p: Product, found: Iterable[Tile]) -> list[Tile]:
@@ -157,10 +189,12 @@ def possible(p: Product, found: Iterable[Tile]) -> list[Tile]:
     halves = 2 if p.gated else 1
     kept: dict[Tile, None] = {}
     for tile in found:
+        if p.codes and tile.kind == "prefetch":
+            continue
         if tile.kind == "sm90":
-            fits = tile.bm >= 64 and sm90_reason(tile, p.n, p.k, gated=p.gated) is None
+            fits = tile.bm >= 64 and sm90_reason(tile, p.n, p.k, gated=p.gated, size=p.size) is None
         else:
-            fits = tile.stages * (tile.bm + halves * tile.bn) * tile.bk * 2 <= 220 * 1024
+            fits = tile.stages * (tile.bm + halves * tile.bn) * tile.bk * p.size <= 220 * 1024
         if fits and p.k % (tile.bk * tile.split) == 0 and p.n % tile.bn == 0:
             kept[tile] = None
     return list(kept)
@@ -168,11 +202,20 @@ def possible(p: Product, found: Iterable[Tile]) -> list[Tile]:
 
 def weights(p: Product, count: int) -> list[Tensor]:
     shape = (p.n * (2 if p.gated else 1), p.k)
-    return [(torch.randn(shape, device=DEVICE) * 0.02).to(torch.bfloat16) for _ in range(count)]
+    plain = [(torch.randn(shape, device=DEVICE) * 0.02).to(torch.bfloat16) for _ in range(count)]
+    return [quantize_static(w, scale(W_SCALE)) for w in plain] if p.codes else plain
+
+
+@cache
+def scale(value: float) -> Tensor:
+    return torch.tensor([value], device=DEVICE)
 
 
 def library(p: Product, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    y = F.linear(x, w, bias)
+    if p.codes:
+        y = torch._scaled_mm(x, w.t(), scale(X_SCALE), scale(W_SCALE), bias=bias, out_dtype=torch.bfloat16)
+    else:
+        y = F.linear(x, w, bias)
     if p.gated:
         return gated_activation(y, p.activation or "silu")
     return y.unsqueeze(0) if p.op == "partial" else activate_in_place(y, p.activation)
@@ -181,7 +224,11 @@ def library(p: Product, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 def product(p: Product, x: Tensor, w: Tensor, bias: Tensor | None, tile: Tile | None) -> Tensor:
     if tile is None:
         return library(p, x, w, bias)
-    return run_tile(x, w, bias, p.activation, tile, pieces=p.op == "partial", gated=p.gated)
+    pieces = p.op == "partial"
+    if p.codes:
+        scaled = x, scale(X_SCALE), w, scale(W_SCALE)
+        return run_codes(*scaled, bias, p.activation, torch.bfloat16, tile, pieces=pieces, gated=p.gated)
+    return run_tile(x, w, bias, p.activation, tile, pieces=pieces, gated=p.gated)
 
 
 # -- 1. compile and check, in processes of their own
@@ -191,11 +238,12 @@ def check(p: Product, tile: Tile) -> str | None:
     """None if the tile is right on a batch with a tail, else what is wrong."""
     torch.manual_seed(0)
     x = torch.randn(200, p.k, device=DEVICE).to(torch.bfloat16)
+    x = quantize_static(x, scale(X_SCALE)) if p.codes else x
     w = weights(p, 1)[0]
     bias = torch.randn(p.n, device=DEVICE).to(torch.bfloat16) if p.bias else None
     out = product(p, x, w, bias, tile)
     torch.cuda.synchronize()
-    ref = F.linear(x.float(), w.float(), None if bias is None else bias.float())
+    ref = F.linear(x.float(), w.float() * (X_SCALE * W_SCALE if p.codes else 1), None if bias is None else bias.float())
     if p.gated:
         ref = gated_activation(ref, p.activation or "silu")
     elif p.op == "partial":
@@ -271,13 +319,17 @@ def chain(p: Product, tokens: int, tile: Tile | None, ws: list[Tensor]) -> Calla
     residual = torch.randn(tokens, p.n, device=DEVICE).to(torch.bfloat16)
     out_gain = torch.ones(p.n, device=DEVICE, dtype=torch.bfloat16)
     bias = torch.randn(p.n, device=DEVICE).to(torch.bfloat16) if p.bias else None
+    made = quantize_static(x, scale(X_SCALE)) if p.codes else x
+
+    def norm() -> Tensor:
+        return rms_norm_quantize(x, gain, 1e-6, scale(X_SCALE)) if p.codes else rms_norm(x, gain, 1e-6)
 
     def run() -> None:
         for w in ws:
             if p.op == "partial":
-                add_rms_norm(product(p, x, w, None, tile), residual, out_gain, 1e-6)
+                add_rms_norm(product(p, made, w, None, tile), residual, out_gain, 1e-6)
             else:
-                product(p, rms_norm(x, gain, 1e-6), w, bias, tile)
+                product(p, norm(), w, bias, tile)
 
     return run
 
@@ -306,11 +358,13 @@ def conclude(report: Report, p: Product, tokens: int, times: Timed, ws: list[Ten
     order = best_of(finals, 4)
     factor = 2 if p.gated else 1
     report.row(
-        product=tiles.key(p.op, p.n, p.k),
+        product=p.key,
         tokens=tokens,
         us_with_norm=finals[order[0]],
         library_us_with_norm=finals[None],
-        floor_us=floor_us(2 * (factor * p.n * p.k + tokens * (p.k + p.n)), 2 * tokens * p.k * p.n * factor),
+        floor_us=floor_us(
+            p.size * (factor * p.n * p.k + tokens * p.k) + 2 * tokens * p.n, p.size * tokens * p.k * p.n * factor
+        ),
         best=[(round(finals[t], 2), None if t is None else as_row(t)) for t in order],
         best_of_kind={
             kind: round(min((us for t, us in times.items() if t is not None and t.kind == kind), default=-1.0), 2)
@@ -346,11 +400,13 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["bge", "pplx"])
     parser.add_argument("--seconds", type=float, default=240, help="stop choosing after this long")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--dtype", choices=["bf16", "fp8"], default="bf16")
     args = parser.parse_args()
     began = time.perf_counter()
     by_key: dict[str, Product] = {}
     for p in (p for name in args.shapes for p in SHAPES[name]):
-        by_key.setdefault(tiles.key(p.op, p.n, p.k), p)
+        p = p._replace(codes=args.dtype == "fp8")
+        by_key.setdefault(p.key, p)
     products = list(by_key.values())
     plan = [(p, m) for m in args.tokens for p in products]
     checkers = Checkers(args.workers)
@@ -359,7 +415,7 @@ def main() -> None:
     ws = {p: weights(p, LAYERS) for p in products}
     times: dict[tuple[Product, int], Timed] = {}
 
-    lists = {(p, m): possible(p, coarse(p, m)) for p, m in plan}
+    lists = {(p, m): possible(p, deeper(p, coarse(p, m))) for p, m in plan}
     checkers.passed(((p, tile) for (p, _), found in lists.items() for tile in found), began + 0.4 * args.seconds)
     print(f"coarse list compiled after {time.perf_counter() - began:.0f} s", flush=True)
     for p, m in plan:
@@ -375,7 +431,7 @@ def main() -> None:
     for p, m in plan:
         if time.perf_counter() - began < args.seconds:
             times[p, m] |= measure(p, m, checkers.good(p, lists[p, m]), ws[p])
-        table.setdefault(tiles.key(p.op, p.n, p.k), {})[tiles.bucket(m)] = conclude(report, p, m, times[p, m], ws[p])
+        table.setdefault(p.key, {})[tiles.bucket(m)] = conclude(report, p, m, times[p, m], ws[p])
         write(args.out / "tiles.json", table)
     print(f"done after {time.perf_counter() - began:.0f} s", flush=True)
 

@@ -38,22 +38,23 @@ else:
 _MAX_SHARED = 226 * 1024
 
 
-def _jit(function: Any) -> Any:
+def gluon_jit(function: Any) -> Any:
     return function if gluon is None else gluon.jit(function)
 
 
-def _kernel(function: Any) -> Any:
+def gluon_kernel(function: Any) -> Any:
     return function if gluon is None else gluon.jit(function, do_not_specialize=["M"])
 
 
-@_jit
-def _load_x(x: Ptr, bar: Ptr, smem: Ptr, slot: constexpr, row: Ptr, k: Ptr, BYTES: constexpr) -> None:
+@gluon_jit
+def load_x(x: Ptr, bar: Ptr, smem: Ptr, slot: constexpr, row: Ptr, k: Ptr, BYTES: constexpr) -> None:
+    """The activations of one step into one slot."""
     hopper.mbarrier.expect(bar.index(slot), BYTES)
     hopper.tma.async_copy_global_to_shared(x, [row, k], bar.index(slot), smem.index(slot))
 
 
-@_jit
-def _load_w(
+@gluon_jit
+def load_w(
     w: Ptr, bar: Ptr, smem: Ptr, slot: constexpr, row: Ptr, k: Ptr, N: constexpr, GATED: constexpr, BYTES: constexpr
 ) -> None:
     """The weight tile (where gated: both) of one step into one slot."""
@@ -65,7 +66,7 @@ def _load_w(
         hopper.tma.async_copy_global_to_shared(w, [row, k], bar.index(slot), smem.index(slot))
 
 
-@_kernel
+@gluon_kernel
 def _gemm_sm90(
     x: Ptr,
     w: Ptr,
@@ -106,7 +107,7 @@ def _gemm_sm90(
         hopper.mbarrier.init(x_bar.index(i), count=1)
     hopper.fence_async_shared()
     for i in gl.static_range(W_SLOTS):
-        _load_w(w, w_bar, w_smem, i, col0, k0 + i * BK, N, GATED, W_BYTES)
+        load_w(w, w_bar, w_smem, i, col0, k0 + i * BK, N, GATED, W_BYTES)
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BN, 16])
     if HAS_BIAS:
         b = gl.load(bias + col0 + gl.arange(0, BN, layout=gl.SliceLayout(0, mma))).to(gl.float32)
@@ -115,7 +116,7 @@ def _gemm_sm90(
         if LATE_LAUNCH:
             tl.extra.cuda.gdc_launch_dependents()
     for i in gl.static_range(X_SLOTS):
-        _load_x(x, x_bar, x_smem, i, row0, k0 + i * BK, X_BYTES)
+        load_x(x, x_bar, x_smem, i, row0, k0 + i * BK, X_BYTES)
     acc = gl.zeros([BM, BN], gl.float32, layout=mma)
     if GATED:
         up = gl.zeros([BM, BN], gl.float32, layout=mma)
@@ -136,9 +137,9 @@ def _gemm_sm90(
                 acc = hopper.warpgroup_mma_wait(HALVES, deps=(acc,))
             gl.thread_barrier()
             if i - 1 + X_SLOTS < STEPS:
-                _load_x(x, x_bar, x_smem, (i - 1) % X_SLOTS, row0, k0 + (i - 1 + X_SLOTS) * BK, X_BYTES)
+                load_x(x, x_bar, x_smem, (i - 1) % X_SLOTS, row0, k0 + (i - 1 + X_SLOTS) * BK, X_BYTES)
             if i - 1 + W_SLOTS < STEPS:
-                _load_w(w, w_bar, w_smem, (i - 1) % W_SLOTS, col0, k0 + (i - 1 + W_SLOTS) * BK, N, GATED, W_BYTES)
+                load_w(w, w_bar, w_smem, (i - 1) % W_SLOTS, col0, k0 + (i - 1 + W_SLOTS) * BK, N, GATED, W_BYTES)
     if GATED:
         acc, up = hopper.warpgroup_mma_wait(0, deps=(acc, up))
         v = activate_block(acc, ACT) * up
@@ -157,22 +158,29 @@ def _gemm_sm90(
     gl.store(at, y, mask=gl.expand_dims(row < M, 1))
 
 
-def _slots(tile: Tile, k: int) -> tuple[int, int, int]:
+def slots_of(tile: Tile, k: int) -> tuple[int, int, int]:
     """Steps of one program; slots of activations and of weights."""
     steps = k // tile.split // tile.bk
     return steps, min(tile.stages, steps), min(tile.ahead or steps, steps)
 
 
-def sm90_reason(tile: Tile, n: int, k: int, *, gated: bool) -> str | None:
-    """None if this kernel takes a product of `n` outputs (of one half where gated) and `k` inputs; else why not."""
+@cache
+def sm90_reason(tile: Tile, n: int, k: int, *, gated: bool, size: int = 2) -> str | None:
+    """None if this kernel takes a product of `n` outputs (of one half where gated) and `k` inputs; else why not.
+
+    Args:
+        size: bytes a value; 1: whether the kernel of scaled_gemm_sm90.py takes it.
+    """
     if n % tile.bn or k % (tile.bk * tile.split):
         return f"{n} x {k} is not whole tiles of {tile.bn} x {tile.bk * tile.split}"
-    if tile.bm % (16 * tile.warps) or tile.bk < 64:
-        return "a warp takes 16 rows, and a swizzled tile has 64 columns at least"
-    steps, x_slots, w_slots = _slots(tile, k)
-    shared = 2 * tile.bk * (x_slots * tile.bm + w_slots * tile.bn * (2 if gated else 1)) + 8 * (x_slots + w_slots)
+    if tile.bm % (16 * tile.warps) or tile.bk * size % 128:
+        return f"a warp takes 16 rows, and a swizzled tile has {128 // size} columns"
+    steps, x_slots, w_slots = slots_of(tile, k)
+    shared = size * tile.bk * (x_slots * tile.bm + w_slots * tile.bn * (2 if gated else 1)) + 8 * (x_slots + w_slots)
     if shared > _MAX_SHARED:
         return f"{shared} bytes of shared memory are over the limit of {_MAX_SHARED}"
+    if steps > min(x_slots, w_slots) == 1:
+        return "a slot is filled again in the step after its own, so that a single one would be waited for empty"
     return None if steps <= 64 else f"{steps} steps are too many to unroll"
 
 
@@ -182,8 +190,9 @@ def runs_sm90(device: torch.device) -> bool:
     return gluon is not None and has_dependent_launch(device) and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _descriptor(x: Tensor, rows: int, cols: int) -> Any:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+def descriptor(x: Tensor, rows: int, cols: int) -> Any:
+    """Of x's tiles of `rows` x `cols` as the tensor cores read them."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=2)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, cols], layout)
 
 
@@ -193,18 +202,18 @@ def gemm_sm90(
     """As `gemm` and `gemm_gated` of gemm.py; bf16 or fp16, shapes and tiles for which `sm90_reason` is None."""
     require_contiguous(x=x, weight=weight, bias=bias)
     (M, K), N = x.shape, weight.shape[0] // (2 if gated else 1)
-    if N % tile.bn or K % (tile.bk * tile.split):
-        raise ValueError(sm90_reason(tile, N, K, gated=gated))
+    if reason := sm90_reason(tile, N, K, gated=gated):
+        raise ValueError(reason)
     if tile.split > 1 and (not pieces or gated or bias is not None or activation is not None):
         raise ValueError("a split product has no epilogue of its own")
     dtype = torch.float32 if tile.split > 1 else x.dtype
     out = torch.empty((tile.split, M, N) if pieces else (M, N), dtype=dtype, device=x.device)
-    steps, x_slots, w_slots = _slots(tile, K)
+    steps, x_slots, w_slots = slots_of(tile, K)
     launch(
         _gemm_sm90,
         (N // tile.bn, cdiv(M, tile.bm), tile.split),
-        _descriptor(x, tile.bm, tile.bk),
-        _descriptor(weight, tile.bn, tile.bk),
+        descriptor(x, tile.bm, tile.bk),
+        descriptor(weight, tile.bn, tile.bk),
         weight if bias is None else bias,
         out,
         M,

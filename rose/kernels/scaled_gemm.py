@@ -18,11 +18,11 @@ from rose.kernels.launch import Ptr, cdiv, constexpr, jit, launch, require_conti
 from rose.kernels.quantize import GROUP, static_codes
 from rose.kernels.tiles import Op, Tile, heuristic
 
-_ROUND = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+ROUND = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @jit
-def _round(v: Ptr, TO: constexpr) -> Ptr:
+def round_to(v: Ptr, TO: constexpr) -> Ptr:
     """fp32 as the model's dtype would hold it."""
     if TO == "bf16":
         v = v.to(tl.bfloat16).to(tl.float32)
@@ -138,7 +138,7 @@ def _scaled_gemm(
     else:
         v = activate_block(v, ACT)
     if CODES:
-        v = static_codes(_round(v, ROUND), tl.load(out_scale) + tl.zeros_like(v))
+        v = static_codes(round_to(v, ROUND), tl.load(out_scale) + tl.zeros_like(v))
     mask = (row < M)[:, None] & (col < N)[None, :]
     piece = out + tl.program_id(2).to(tl.int64) * M * N
     tl.store(piece + row[:, None] * N + col[None, :], v.to(out.dtype.element_ty), mask=mask)
@@ -201,7 +201,7 @@ def scaled_gemm(
         GATED=gated,
         ACT=activation,
         HAS_BIAS=bias is not None,
-        ROUND=_ROUND[dtype],
+        ROUND=ROUND[dtype],
         CODES=out_scale is not None,
         LARGE=M * max(N, K) >= 2**31,
         device=x.device,

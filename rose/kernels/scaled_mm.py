@@ -1,7 +1,8 @@
 """Linear layers on 8-bit codes: quantised rows times a quantised weight, bias and activation behind.
 
-Few tokens go to rose/kernels/scaled_gemm.py, many e4m3 ones to the library (`torch._scaled_mm`), which takes no blocks
-and no int8. On the CPU the reference serves: codes and scales are the GPU's to the bit, products are fp32 of them.
+Few tokens go to rose/kernels/scaled_gemm.py, or on Hopper to scaled_gemm_sm90.py where the table of tiles says so;
+many e4m3 ones go to the library (`torch._scaled_mm`), which takes no blocks and no int8. On the CPU the reference
+serves: codes and scales are the GPU's to the bit, products are fp32 of them.
 Scales of a weight: [1] for all, [N] a row, or [ceil(N / 128), ceil(K / 128)] a block; of rows: [1] for all, [T, 1]
 each, or [T, ceil(K / 128)] for each 128 inputs (with blocks, and only with them).
 """
@@ -14,10 +15,12 @@ from torch import Tensor
 
 from rose.kernels.activation import activate, activate_in_place, gated_activation, gated_activation_ref
 from rose.kernels.activation_quantize import activate_quantize, gated_activation_quantize
+from rose.kernels.gemm_sm90 import runs_sm90
 from rose.kernels.launch import runs_triton
 from rose.kernels.quantize import FP8, GROUP, quantize_static_ref
 from rose.kernels.scaled_gemm import scaled_gemm, scaled_tile
-from rose.kernels.tiles import BUCKETS
+from rose.kernels.scaled_gemm_sm90 import scaled_gemm_sm90
+from rose.kernels.tiles import Op, Tile, choose_codes, halves
 
 
 def expand_blocks(scale: Tensor, rows: int, width: int) -> Tensor:
@@ -89,32 +92,63 @@ def scaled_linear(
     """
     if not runs_triton(x):
         return scaled_linear_ref(x, x_scale, weight, w_scale, bias, activation, dtype, gated=gated, out_scale=out_scale)
-    if _to_library(x, weight, w_scale, dtype):
+    tile = _tile("gated" if gated else "linear", x, weight, w_scale, dtype)
+    if tile is None:
         y = _library(x, x_scale, weight, w_scale, bias, dtype)
         if out_scale is not None:
             made = gated_activation_quantize if gated else activate_quantize
             return made(y, activation if not gated else activation or "silu", out_scale)
         return gated_activation(y, activation or "silu") if gated else activate_in_place(y, activation)
-    n = weight.shape[0] // (2 if gated else 1)
-    tile = scaled_tile("gated" if gated else "linear", n, x.shape[1], x.shape[0], w_scale.dim() == 2)
-    return scaled_gemm(x, x_scale, weight, w_scale, bias, activation, dtype, tile, gated=gated, out_scale=out_scale)
+    return run_codes(x, x_scale, weight, w_scale, bias, activation, dtype, tile, gated=gated, out_scale=out_scale)
 
 
 def scaled_partial(x: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The product alone in P pieces that sum to it, for an add + norm: [P, T, N], fp32 where P > 1, else `dtype`."""
     if not runs_triton(x):
         return scaled_linear_ref(x, x_scale, weight, w_scale, None, None, dtype).unsqueeze(0)
-    if _to_library(x, weight, w_scale, dtype):
+    tile = _tile("partial", x, weight, w_scale, dtype)
+    if tile is None:
         return _library(x, x_scale, weight, w_scale, None, dtype).unsqueeze(0)
-    tile = scaled_tile("partial", weight.shape[0], x.shape[1], x.shape[0], w_scale.dim() == 2)
-    return scaled_gemm(x, x_scale, weight, w_scale, None, None, dtype, tile, pieces=True)
+    return run_codes(x, x_scale, weight, w_scale, None, None, dtype, tile, pieces=True)
 
 
-def _to_library(x: Tensor, weight: Tensor, w_scale: Tensor, dtype: torch.dtype) -> bool:
-    """More than 1024 tokens of a product that the library's e4m3 kernels take: whole 16s, bf16 out, no blocks."""
+def run_codes(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    dtype: torch.dtype,
+    tile: Tile,
+    *,
+    pieces: bool = False,
+    gated: bool = False,
+    out_scale: Tensor | None = None,
+) -> Tensor:
+    """One product on the GPU with a given tile: [T, N]; with `pieces` [split, T, N], fp32 where split > 1."""
+    kernel = scaled_gemm_sm90 if tile.kind == "sm90" else scaled_gemm
+    return kernel(
+        x, x_scale, weight, w_scale, bias, activation, dtype, tile, pieces=pieces, gated=gated, out_scale=out_scale
+    )
+
+
+def _tile(op: Op, x: Tensor, weight: Tensor, w_scale: Tensor, dtype: torch.dtype) -> Tile | None:
+    """None: the library serves this product."""
+    (tokens, k), n, blocks = x.shape, weight.shape[0] // halves(op), w_scale.dim() == 2
+    plain = scaled_tile(op, n, k, tokens, blocks)
+    if x.dtype != FP8 or blocks:
+        return plain
+    tile = choose_codes(op, n, k, tokens, plain)
+    if tile is None:
+        return None if _library_takes(x, weight, dtype) else plain
+    return plain if tile.kind == "sm90" and not runs_sm90(x.device) else tile
+
+
+def _library_takes(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the library's e4m3 kernels do: whole 16s, bf16 out, a GPU that has them."""
     aligned = weight.shape[0] % 16 == 0 and x.shape[1] % 16 == 0
-    plain = x.dtype == FP8 and dtype == torch.bfloat16 and w_scale.dim() == 1
-    return x.shape[0] > BUCKETS[-1] and aligned and plain and torch.cuda.get_device_capability(x.device) >= (8, 9)
+    return aligned and dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
 def _library(

@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
 Op = Literal["linear", "partial", "gated"]
 # "plain": rose/kernels/gemm.py; "prefetch": the same, asking the L2 cache for all weights of a program before it waits
-# for the kernel before it; "sm90": rose/kernels/gemm_sm90.py, which takes them into shared memory by then.
+# for the kernel before it; "sm90": rose/kernels/gemm_sm90.py, which takes them into shared memory by then. Of e4m3
+# codes "plain" is rose/kernels/scaled_gemm.py and "sm90" scaled_gemm_sm90.py.
 Kind = Literal["plain", "prefetch", "sm90"]
 # How a product may be served: as the table has it, by the rule for shapes that are not in it, by the library, or by
 # rose/kernels/gemm_epilogue.py where there is no activation that would take it there anyway.
@@ -33,6 +34,8 @@ _FEW = 64
 _RULED = 128
 # Weights, 16 MiB of them, that cost a step or a short prompt more than anything else does.
 _HEAVY = 8 << 20
+# Inputs of a step of the Hopper kernel for e4m3: 256 bytes of a row, as 128 inputs of bf16 are.
+_CODES = 256
 # Streaming multiprocessors of an H100 or H200: what one wave of programs should fill.
 _SMS = 132
 
@@ -68,15 +71,24 @@ def bucket(tokens: int) -> str:
 
 @cache
 def _table() -> dict[str, dict[str, Tile | None]]:
-    """ "op:NxK" -> bucket -> tile; None where the library is faster."""
+    """ "op:NxK", of e4m3 codes "fp8-op:NxK" -> bucket -> tile; None where the library is faster."""
     return {
         name: {bucket: None if row is None else Tile(**row) for bucket, row in rows.items()}
         for name, rows in json.loads(_TABLE.read_text()).items()
     }
 
 
-def key(op: Op, n: int, k: int) -> str:
-    return f"{op}:{n}x{k}"
+def key(op: Op, n: int, k: int, *, codes: bool = False) -> str:
+    """Of a row of the table; `codes`: both sides are e4m3."""
+    return f"{'fp8-' if codes else ''}{op}:{n}x{k}"
+
+
+def _row(name: str, tokens: int) -> tuple[Tile | None] | None:
+    """The row of a product for so many tokens, its own or that of 64 for fewer; None where the table is silent."""
+    rows, own = _table().get(name, {}), bucket(tokens)
+    if own in rows:
+        return (rows[own],)
+    return (rows[str(_FEW)],) if tokens <= _FEW and str(_FEW) in rows else None
 
 
 _preferred: dict[str, dict[str, Variant]] = {}
@@ -117,16 +129,37 @@ def choose(op: Op, n: int, k: int, tokens: int) -> Tile | None:
         return None
     if preferred == "heuristic":
         return heuristic(op, n, k, tokens)
-    rows = _table().get(key(op, n, k), {})
-    if name in rows:
-        return rows[name]
-    if tokens <= _FEW and str(_FEW) in rows:
-        return rows[str(_FEW)]
+    row = _row(key(op, n, k), tokens)
+    if row is not None:
+        return row[0]
     if tokens > _RULED:
         return None
     if halves(op) * n * k >= _HEAVY:
         return heavy(op, n, k) if name == str(BUCKETS[0]) else None
     return (few_tokens(op, n, k) if tokens <= _FEW else None) or heuristic(op, n, k, tokens)
+
+
+@cache
+def choose_codes(op: Op, n: int, k: int, tokens: int, otherwise: Tile) -> Tile | None:
+    """The same for e4m3 codes on both sides, with one scale a side or one a row; None: the library serves it.
+
+    What was measured for codes comes first. Where nothing was, up to 128 tokens of a shape of the table take the Hopper
+    kernel with the cut that bf16 has; it reads the same bytes in half the steps. That holds where bf16 is better off
+    without it, too, if its tiles have the rows for it: twice the weights are then more than shared memory holds.
+
+    Args:
+        otherwise: the plain kernel's tile, for all that is left up to 1024 tokens.
+    """
+    row = _row(key(op, n, k, codes=True), tokens)
+    if row is not None:
+        return row[0]
+    if tokens > BUCKETS[-1]:
+        return None
+    row = _row(key(op, n, k), tokens) if tokens <= _RULED else None
+    if row is None or row[0] is None or row[0].bm < 64:
+        return otherwise
+    bk = _CODES if k % (_CODES * row[0].split) == 0 else _CODES // 2
+    return replace(row[0], bk=bk, kind="sm90")
 
 
 def prefers_epilogue(op: Op, n: int, k: int, tokens: int) -> bool:

@@ -7,6 +7,7 @@ a GPU; `-m gpu` runs the same numbers on a CUDA device.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -105,3 +106,105 @@ def close(place: Place):
         assert error <= place.tolerance * factor, f"relative error {error:.2e} over {place.tolerance * factor:.2e}"
 
     return check
+
+
+# -- compiling for sm_90 without a GPU
+
+MODULES = (
+    "activation",
+    "activation_quantize",
+    "add_norm",
+    "add_norm_quantize",
+    "causal_conv",
+    "embed_layer_norm",
+    "embed_rms_norm",
+    "gated_delta_rule",
+    "gated_delta_step",
+    "gated_norm",
+    "gated_qk_norm_rope",
+    "gemm",
+    "gemm_sm90",
+    "greedy",
+    "latest",
+    "paged_decode",
+    "paged_prefill",
+    "pool",
+    "qk_norm_rope",
+    "quantize",
+    "sample_triton",
+    "scaled_gemm",
+    "scaled_gemm_sm90",
+    "short_attention",
+    "sigmoid_gate",
+    "store_kv",
+)
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
+
+
+def signature(kernel, args, constants):
+    """What the launcher would specialise on: types, multiples of 16, ones."""
+    types, values, attributes = {}, {}, {}
+    given = dict(zip([p.name for p in kernel.params], args, strict=False)) | constants
+    for index, param in enumerate(kernel.params):
+        value = given[param.name]
+        if param.is_constexpr or (value == 1 if isinstance(value, int) and not param.do_not_specialize else False):
+            types[param.name], values[param.name] = "constexpr", value
+            continue
+        if hasattr(value, "block_shape"):
+            types[param.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{value.block_shape},{value.layout!r}>"
+        elif isinstance(value, torch.Tensor):
+            types[param.name] = TYPES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            types[param.name] = "fp32"
+        else:
+            types[param.name] = "i32"
+            if value % 16 == 0 and not param.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    return types, values, attributes
+
+
+def compile_sm90(kernel, args, constants, warps, stages):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    types, values, attributes = signature(kernel, args, constants)
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    return triton.compile(
+        source(kernel, types, values, attributes),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": warps, "num_stages": stages, "launch_pdl": True},
+    )
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The compiled kernels that the calls of a test would have launched."""
+    found = []
+
+    def launch(kernel, grid, *args, device, warps, stages=1, **constants):
+        assert all(isinstance(n, int) and n > 0 for n in grid)
+        found.append(compile_sm90(kernel, args, {**constants, "PDL": True}, warps, stages))
+
+    for name in MODULES:
+        module = importlib.import_module(f"rose.kernels.{name}")
+        monkeypatch.setattr(module, "launch", launch)
+        if hasattr(module, "has_dependent_launch"):
+            monkeypatch.setattr(module, "has_dependent_launch", lambda device: True)
+    return found
+
+
+@pytest.fixture
+def kernel_modules() -> tuple[str, ...]:
+    """The files of rose/kernels whose launches `compiled` catches."""
+    return MODULES
