@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -165,12 +165,15 @@ def run(name: str, command: list[str], seconds: float, log: Path) -> dict[str, o
     }
 
 
-def run_side_by_side(commands: list[tuple[str, list[str]]], seconds: float, log: Path) -> list[dict[str, object]]:
+def run_side_by_side(
+    commands: list[tuple[str, list[str]]], seconds: float, log: Path, ended: Callable[[dict[str, object]], None]
+) -> None:
     """Every command, as many at a time as there are processors: most of a kernel test's time is compiling. What a step
-    printed is appended to the log once it is done; of those that fail, pytest's last lines are shown."""
+    printed is appended to the log once it is done, and `ended` is told of it, one step at a time; of those that fail,
+    pytest's last lines are shown."""
     end = time.monotonic() + seconds
 
-    def one(step: tuple[str, list[str]]) -> dict[str, object]:
+    def one(step: tuple[str, list[str]]) -> None:
         name, command = step
         started = time.monotonic()
         try:
@@ -191,19 +194,19 @@ def run_side_by_side(commands: list[tuple[str, list[str]]], seconds: float, log:
         print(f"{'ok  ' if status == 0 or nothing_here else 'FAIL'} {name}: {last[0]}", flush=True)
         failures = [line for line in printed.splitlines() if line.startswith(("FAILED", "ERROR"))]
         print("".join(f"       {line[:200]}\n" for line in failures[:12]), end="", flush=True)
-        with lock, log.open("a") as sink:
-            sink.write(f"\n== {shlex.join(command)}\n{printed}")
-        told = shlex.join(["python", *command[1:]])
-        return {
+        told: dict[str, object] = {
             "step": name,
-            "command": told,
+            "command": shlex.join(["python", *command[1:]]),
             "status": 0 if nothing_here else status,
             "seconds": round(time.monotonic() - started, 1),
         }
+        with lock, log.open("a") as sink:
+            sink.write(f"\n== {shlex.join(command)}\n{printed}")
+            ended(told)
 
     lock = threading.Lock()
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        return list(pool.map(one, commands))
+        list(pool.map(one, commands))  # so that what one raises is raised here
 
 
 def main() -> int:
@@ -220,7 +223,8 @@ def main() -> int:
     done: list[dict[str, object]] = []
     log = arguments.out / f"{arguments.part}.log"
 
-    def keep() -> None:
+    def keep(step: dict[str, object]) -> None:
+        done.append(step)
         summary = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "part": arguments.part, "steps": done}
         (arguments.out / f"check_{arguments.part}.json").write_text(json.dumps(summary, indent=2) + "\n")
 
@@ -230,12 +234,10 @@ def main() -> int:
         if not arguments.only or any(part in name for part in arguments.only)
     ]
     if arguments.part == "tests":
-        done += run_side_by_side(wanted, seconds, log)
-        keep()
+        run_side_by_side(wanted, seconds, log, keep)
     else:
         for name, command in wanted:
-            done.append(run(name, command, max(1.0, end - time.monotonic()), log))
-            keep()
+            keep(run(name, command, max(1.0, end - time.monotonic()), log))
     for step in done:
         print(f"{'ok  ' if step['status'] == 0 else 'FAIL'} {step['seconds']!s:>7} s  {step['step']}")
     return int(any(step["status"] != 0 for step in done))

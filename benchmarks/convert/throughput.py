@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import platform
+import resource
 import shutil
 import statistics
 import subprocess
@@ -177,18 +178,19 @@ def convert(source: Path, target: Path, case: Case) -> dict[str, float]:
     arguments = ["convert", source, "--to", "embedder", "--bidirectional", "-o", target, *case.options, *adapter]
     command = [sys.executable, str(Path(__file__).resolve()), "--run", *map(str, arguments)]
     started = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-        assert running.stdout is not None
-        assert running.stderr is not None
-        out, said = running.stdout.read(), running.stderr.read()
-        _, status, used = os.wait4(running.pid, 0)
-        seconds = time.perf_counter() - started
-        running.returncode = os.waitstatus_to_exitcode(status)
-    if running.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{said}")
-    told: dict[str, float] = json.loads(out.splitlines()[-1])
-    cpu = used.ru_utime + used.ru_stime
-    return told | {"command_s": seconds, "cpu_s": cpu}
+    before = children_cpu()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - started
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+    told: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return told | {"command_s": seconds, "cpu_s": children_cpu() - before}
+
+
+def children_cpu() -> float:
+    """Processor seconds of all commands that have ended; they run one at a time."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def peak_mb() -> float:

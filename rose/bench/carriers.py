@@ -23,6 +23,8 @@ from rose.proto.convert import tensor_from_proto, tokens_to_proto
 
 Vectors = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int32]
+# Longest wait for an answer, generous since a first batch may compile kernels: an engine that hangs ends the bench.
+REQUEST_S = 120.0
 
 
 class Driver(Protocol):
@@ -62,11 +64,11 @@ class LinkDriver:
         return list(sequences)
 
     def send(self, prepared: list[Ids]) -> Any:
-        return self._client.embed(prepared)
+        return self._client.embed(prepared, deadline_s=REQUEST_S)
 
     def send_message(self, message: pb.EmbedRequest) -> pb.EmbedResponse:
         """The same for a message that is already made."""
-        return self._client.embed_message(message)
+        return self._client.embed_message(message, deadline_s=REQUEST_S)
 
     def vectors(self, answer: Any) -> Vectors:
         found: Vectors = answer.vectors.astype(np.float32)
@@ -104,7 +106,7 @@ class GrpcDriver:
         return pb.EmbedRequest(tokens=tokens_to_proto(list(sequences)))
 
     def send(self, prepared: pb.EmbedRequest) -> pb.EmbedResponse:
-        answer: pb.EmbedResponse = self._stub.Embed(prepared)
+        answer: pb.EmbedResponse = self._stub.Embed(prepared, timeout=REQUEST_S)
         return answer
 
     def vectors(self, answer: pb.EmbedResponse) -> Vectors:
@@ -134,7 +136,7 @@ class HttpDriver:
         self._path = parts.path.rstrip("/") + "/embeddings"
         self._model = model
         self._stats = stats
-        self._connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=120)
+        self._connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=REQUEST_S)
         self._connection.connect()
         self._connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

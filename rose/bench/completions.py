@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from rose.errors import Unavailable
+from rose.errors import DeadlineExceeded, Unavailable
+
+# Longest wait for all tokens of a stream; generous, since the first ones of a shape are also compiled for.
+GENERATION_S = 600.0
 
 
 @dataclass(slots=True)
@@ -43,10 +46,11 @@ class Answer:
 class CompletionsClient:
     """As many connections as there are streams at a time, kept for the next ones."""
 
-    def __init__(self, url: str, model: str) -> None:
+    def __init__(self, url: str, model: str, within_s: float = GENERATION_S) -> None:
         """
         Args:
             url: of the server, with the path before /completions.
+            within_s: longest wait for a stream's end.
         """
         parts = urlsplit(url)
         if parts.hostname is None:
@@ -54,6 +58,7 @@ class CompletionsClient:
         self._host, self._port = parts.hostname, parts.port or 80
         self._path = parts.path.rstrip("/") + "/completions"
         self._model = model
+        self._within_s = within_s
         self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def stream(self, ids: Sequence[int], new_tokens: int) -> Answer:
@@ -61,6 +66,7 @@ class CompletionsClient:
 
         Raises:
             Unavailable: an answer that is no event stream, with what it says.
+            DeadlineExceeded: it did not end in time.
         """
         body = json.dumps(
             {
@@ -81,10 +87,21 @@ class CompletionsClient:
         writer.write(head.encode() + body)
         times: list[float] = []
         events: list[bytes] = []
-        async for event in _events(reader):
-            times.append(time.perf_counter())
-            events.append(event)
-        self._free.append((reader, writer))
+        whole = False
+        try:
+            async with asyncio.timeout(self._within_s):
+                async for event in _events(reader):
+                    times.append(time.perf_counter())
+                    events.append(event)
+            whole = True
+        except TimeoutError:
+            at = f"{self._host}:{self._port}"
+            raise DeadlineExceeded(f"{at} did not end a stream within {self._within_s:g} s") from None
+        finally:
+            if whole:
+                self._free.append((reader, writer))
+            else:
+                writer.close()  # somewhere inside an answer: no other stream can begin on it
         return _answer(times, events)
 
     async def close(self) -> None:

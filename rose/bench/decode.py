@@ -23,6 +23,7 @@ from rose.bench.decode_reference import DecodeReference
 from rose.bench.decode_ways import DecodeWay, EngineWay, HttpWay, LinkWay, Stream
 from rose.bench.floors import decode_floor_ms
 from rose.bench.llm_shapes import LLM_SHAPES
+from rose.bench.meter import RUNS
 from rose.bench.processes import served
 from rose.bench.records import Percentiles, Row, percentiles, write_rows
 from rose.bench.stages import stage
@@ -204,10 +205,11 @@ def measure(
     finally:
         gc.enable()
     after = way.counters()
-    done = {name: after[name] - before.get(name, 0) for name in after}
-    runs = sum(done.get(name, 0) for name in ("graph_hits", "graph_plain", "graph_captures"))
-    timed.replayed = round(done.get("graph_hits", 0) / runs, 4) if runs else 0.0
-    timed.busy = round(done["device_us"] * 1e-6 / timed.whole, 4) if "device_us" in done else None
+    if after:  # none of another server's
+        done = {name: after[name] - before[name] for name in (*RUNS, "device_us")}
+        runs = sum(done[name] for name in RUNS)
+        timed.replayed = round(done["graph_hits"] / runs, 4) if runs else 0.0
+        timed.busy = round(done["device_us"] * 1e-6 / timed.whole, 4)
     return timed
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rose.bench.carriers import Ids
-from rose.bench.completions import CompletionsClient
+from rose.bench.completions import GENERATION_S, CompletionsClient
 from rose.client import AsyncClient
 from rose.engine.generation.engine import GenerationEngine
 from rose.engine.generation.request import Finish, GenerateRequest, Sampling
@@ -130,7 +130,9 @@ class LinkWay:
 
     async def _one(self, ids: Ids, new_tokens: int) -> Stream:
         stream = Stream(time.perf_counter())
-        async for some in self._client.generate(ids, max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True):
+        async for some in self._client.generate(
+            ids, max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True, deadline_s=GENERATION_S
+        ):
             stream.times += [time.perf_counter()] * len(some.tokens)
             stream.ids += some.tokens
         return stream

@@ -17,12 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from rose.bench.carriers import REQUEST_S
 from rose.bench.load_client import write_requests
 from rose.errors import RoseError
 
+# For a client to tell its times and end, once its last request is answered or given up.
+ENDING_S = 30.0
+
 
 class ClientFailedError(RoseError):
-    """A client process ended early: the load was not what it should have been, and there is no row."""
+    """A client process ended early or not at all: the load was not what it should have been, and there is no row."""
 
 
 class EmptyWindowError(RoseError):
@@ -66,7 +70,8 @@ def run_fleet(
         meanwhile: called then, with the window's begin and end (time.monotonic()); to return after the end.
 
     Raises:
-        ClientFailedError: a client ended early, with what it said.
+        ClientFailedError: a client ended early (an engine that does not answer within REQUEST_S ends it), with what it
+            said, or did not end.
         EmptyWindowError: no request ended within the window.
         whatever `settle` raises.
     """
@@ -128,17 +133,26 @@ class _Client:
             raise self._failed() from None
 
     def finish(self) -> list[tuple[float, float]]:
-        """(start, end) of every request."""
-        out, _ = self._process.communicate()
+        """(start, end) of every request; its last one may have begun just now."""
+        try:
+            out, _ = self._process.communicate(timeout=REQUEST_S + ENDING_S)
+        except subprocess.TimeoutExpired:
+            raise self._failed() from None
         if self._process.returncode != 0:
             raise self._failed()
         found = json.loads(out)
         return list(zip(found["starts"], found["ends"], strict=True))
 
     def _failed(self) -> ClientFailedError:
-        self._process.wait()
+        what = "failed"
+        try:
+            self._process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            what = "did not end"
         self._log.seek(0)
-        return ClientFailedError(f"a client process failed:\n{self._log.read()[-2000:]}")
+        return ClientFailedError(f"a client process {what}:\n{self._log.read()[-2000:]}")
 
 
 @contextlib.contextmanager

@@ -79,11 +79,15 @@ class End:
         threading.Thread(target=read, daemon=True).start()
 
 
-def run(send: Callable[[Any], object], prepared: Sequence[Any], end: End) -> tuple[list[float], list[float]]:
+def run(
+    send: Callable[[Any], object],
+    prepared: Sequence[Any],
+    end: End,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[list[float], list[float]]:
     """(starts, ends) of requests sent until `end`; the last may take longer."""
     starts: list[float] = []
     ends: list[float] = []
-    clock = time.monotonic
     while (start := clock()) < end.at:
         send(prepared[len(starts) % len(prepared)])
         ends.append(clock())

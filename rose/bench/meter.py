@@ -12,29 +12,44 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rose.bench.steady import await_steady, first_runs
+from rose.errors import DeadlineExceeded
 
 SAMPLE_S = 0.1
+# Every batch is one of these.
+RUNS = ("graph_hits", "graph_plain", "graph_captures")
 Counters = Mapping[str, int]
 
 
 class Meter:
     """Reads counters until a window may begin and at both ends of it, and samples in between; one window a meter.
 
+    An engine that is held up at an end for longer than it is asked tells nothing of this window; what the clients saw
+    of it stands.
+
     Attributes:
         settled_s: under load until the window might begin.
         first_runs: batches of the window that were the first, or the first captured, of their shape; None without
-            counters.
+            counters of both ends.
         busy_share: device seconds of the engine's batches over the clock's, or None without counters.
         graph_share: batches replayed from a graph, of all; 0 without counters.
         gpu_util: 0 .. 1, or None without NVML.
     """
 
-    def __init__(self, counters: Callable[[], Counters] | None, *, nvml: bool = True) -> None:
+    def __init__(
+        self,
+        counters: Callable[[], Counters] | None,
+        *,
+        nvml: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         """
         Args:
             counters: the engine's own; None for a server that tells none.
         """
         self._counters = counters
+        self._clock = clock
+        self._sleep = sleep
         self._sample = _nvml() if nvml else None
         self.settled_s: float | None = None
         self.first_runs: int | None = None
@@ -48,31 +63,38 @@ class Meter:
         Raises:
             NotSteadyError: it did not come.
         """
-        self.settled_s = round(await_steady(self._counters, quiet_s, limit_s), 2)
+        self.settled_s = round(await_steady(self._counters, quiet_s, limit_s, clock=self._clock, sleep=self._sleep), 2)
 
     def watch(self, begin: float, end: float) -> None:
         """Wait for the window's end; to be called before its begin (time.monotonic())."""
-        time.sleep(max(0.0, begin - time.monotonic()))
-        before, started = self._read(), time.monotonic()
+        self._sleep(max(0.0, begin - self._clock()))
+        before, started = self._read(), self._clock()
         samples: list[float] = []
-        while (left := end - time.monotonic()) > 0:
-            time.sleep(min(SAMPLE_S, left))
+        while (left := end - self._clock()) > 0:
+            self._sleep(min(SAMPLE_S, left))
             if self._sample is not None:
                 samples.append(self._sample())
-        after, ended = self._read(), time.monotonic()
+        after, ended = self._read(), self._clock()
         if samples:
             self.gpu_util = round(sum(samples) / len(samples), 4)
-        if "device_us" in after:
-            self.busy_share = round((after["device_us"] - before["device_us"]) * 1e-6 / (ended - started), 4)
-        if after:
-            self.first_runs = first_runs(after) - first_runs(before)
-        hits = after.get("graph_hits", 0) - before.get("graph_hits", 0)
-        names = ("graph_hits", "graph_plain", "graph_captures")
-        runs = sum(after.get(name, 0) - before.get(name, 0) for name in names)
-        self.graph_share = round(hits / runs, 4) if runs else 0.0
+        if before is not None and after is not None:
+            self._compare(before, after, ended - started)
 
-    def _read(self) -> Counters:
-        return dict(self._counters()) if self._counters is not None else {}
+    def _compare(self, before: Counters, after: Counters, seconds: float) -> None:
+        done = {name: after[name] - before[name] for name in (*RUNS, "device_us")}
+        self.busy_share = round(done["device_us"] * 1e-6 / seconds, 4)
+        self.first_runs = first_runs(after) - first_runs(before)
+        runs = sum(done[name] for name in RUNS)
+        self.graph_share = round(done["graph_hits"] / runs, 4) if runs else 0.0
+
+    def _read(self) -> Counters | None:
+        """None where there are none, or where the engine is held up for longer than it is asked."""
+        if self._counters is None:
+            return None
+        try:
+            return dict(self._counters())
+        except DeadlineExceeded:
+            return None
 
 
 def _nvml() -> Callable[[], float] | None:

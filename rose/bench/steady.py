@@ -22,8 +22,12 @@ class NotSteadyError(RoseError):
 
 
 def first_runs(counters: Mapping[str, int]) -> int:
-    """Batches so far that were the first, or the first captured, of their shape."""
-    return sum(counters.get(name, 0) for name in FIRSTS)
+    """Batches so far that were the first, or the first captured, of their shape.
+
+    Raises:
+        KeyError: an engine that does not tell one of them, whose windows nothing would be known of.
+    """
+    return sum(counters[name] for name in FIRSTS)
 
 
 def await_steady(
@@ -50,7 +54,7 @@ def await_steady(
         sleep(quiet_s)
         return clock() - began
     pause = min(POLL_S, max(quiet_s / 10, 1e-3))
-    start = seen = _first_runs_so_far(counters) or 0
+    start = seen = _first_runs_so_far(counters)
     since = clock()
     end = since + max(limit_s, quiet_s)
     while clock() - since < quiet_s:
@@ -59,13 +63,23 @@ def await_steady(
         if now is None:
             since = clock()
         elif now != seen:
+            start = now if start is None else start
             seen, since = now, clock()
         if clock() > end and clock() - since < quiet_s:
-            raise NotSteadyError(
-                f"batches of new shapes kept coming: {seen - start} first runs and captures in {clock() - began:.1f} s "
-                f"under load, never {quiet_s:g} s without one; wait longer (--steady-within) or for less (--warm)"
-            )
+            raise NotSteadyError(_never_quiet(start, seen, clock() - began, quiet_s))
     return clock() - began
+
+
+def _never_quiet(start: int | None, seen: int | None, took_s: float, quiet_s: float) -> str:
+    """Counts from the engine's first answer on; where they never grew, stalls alone made the wait begin anew."""
+    if start is None or seen is None or start == seen:
+        what = f"the engine was held up again and again, or all of {took_s:.1f} s under load, and told no counters then"
+    else:
+        what = (
+            f"batches of new shapes kept coming: {seen - start} first runs and captures in {took_s:.1f} s under load, "
+            f"never {quiet_s:g} s without one"
+        )
+    return f"{what}; wait longer (--steady-within) or for less (--warm)"
 
 
 def _first_runs_so_far(counters: Callable[[], Mapping[str, int]]) -> int | None:

@@ -1,100 +1,25 @@
-"""Throughput and concurrency: windows, meters, clients that fail, and the commands themselves on tiny models."""
+"""Throughput and concurrency: floors, kernels, pictures, the GPU check, and the commands themselves on tiny models."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import json
-import os
 import re
-import time
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rose.bench import breakdown, commands, concurrency, load_client, records, throughput
-from rose.bench.fleet import ClientFailedError, EmptyWindowError, run_fleet, window
+from rose.bench import breakdown, carriers, commands, concurrency, records, throughput
 from rose.bench.floors import decode_floor_ms, floor_ms
 from rose.bench.llm_shapes import LLM_SHAPES
-from rose.bench.meter import Meter
+from rose.bench.meter import RUNS
 from rose.bench.plots import main as plots_main
 from rose.bench.plots_batch import draw_batches
 from rose.bench.shapes import SHAPES
-
-
-def test_a_window_counts_the_part_of_a_request_that_lies_within():
-    spans = [(0.0, 2.0), (1.5, 1.75), (2.5, 4.5), (5.0, 6.0)]
-    found = window(spans, 1.0, 3.5)
-    assert found.requests == pytest.approx(0.5 + 1 + 0.5)
-    assert list(found.seconds) == [2.0, 0.25], "percentiles are of those that ended within, wherever they began"
-    assert found.longest == 2.0
-    assert found.length == 2.5
-
-
-def test_a_stall_over_either_edge_of_a_window_is_its_longest_request():
-    quick = [(t / 10, (t + 1) / 10) for t in range(100)]
-    over_the_begin = window([*quick[:20], (2.0, 5.0), *quick[50:]], 4.0, 8.0)
-    assert (max(over_the_begin.seconds), over_the_begin.longest) == (3.0, 3.0)
-    over_the_end = window([*quick[:70], (7.0, 10.0)], 4.0, 8.0)
-    assert max(over_the_end.seconds) == pytest.approx(0.1)
-    assert over_the_end.longest == 3.0
-    assert window(quick, 4.0, 8.0).longest == pytest.approx(0.1)
-
-
-def test_a_window_in_which_nothing_ended_is_an_error():
-    with pytest.raises(EmptyWindowError, match=r"window of 1 s, the longest took 9\.00 s"):
-        window([(0.0, 9.0)], 4.0, 5.0)
-
-
-def test_requests_travel_to_a_client_byte_by_byte(tmp_path):
-    sent = [b"", b"x" * 70_000, bytes(range(256))]
-    load_client.write_requests(tmp_path / "r", sent)
-    assert load_client.read_requests(tmp_path / "r") == sent
-
-
-def test_a_client_sends_in_turn_until_the_end_and_notes_every_time():
-    seen = []
-    end = load_client.End(time.monotonic() + 0.05)
-    starts, ends = load_client.run(lambda one: seen.append(one) or time.sleep(0.004), "ab", end)
-    assert "".join(seen) == ("ab" * 20)[: len(seen)]
-    assert len(starts) == len(ends) == len(seen) > 3
-    assert all(end - start >= 0.004 for start, end in zip(starts, ends, strict=True))
-
-
-def test_a_client_runs_until_it_is_told_when_to_end_or_its_parent_is_gone():
-    for told, most in ((f"{time.monotonic() + 0.02!r}\n".encode(), 5.0), (b"", 5.0)):
-        source, sink = os.pipe()
-        end = load_client.End()
-        with os.fdopen(source, "rb", buffering=0) as reader:
-            end.read_from(reader)
-            assert end.at > time.monotonic() + 1e6, "until then for ever"
-            os.write(sink, told)
-            os.close(sink)
-            began = time.monotonic()
-            load_client.run(lambda one: time.sleep(0.001), "a", end)
-        assert time.monotonic() - began < most
-
-
-def test_a_client_that_cannot_connect_is_told_with_its_own_words(tmp_path):
-    with pytest.raises(ClientFailedError, match="nothing listens"):
-        run_fleet("link", f"unix:{tmp_path}/nobody", [[b""]], seconds=0.1)
-
-
-def test_a_meter_reads_both_ends_of_its_window():
-    told = iter(
-        [
-            {"device_us": 1_000, "graph_hits": 5, "graph_plain": 1, "graph_captures": 1, "graph_new_keys": 1},
-            {"device_us": 51_000, "graph_hits": 11, "graph_plain": 2, "graph_captures": 2, "graph_new_keys": 2},
-        ]
-    )
-    meter = Meter(lambda: next(told), nvml=False)
-    begin = time.monotonic() + 0.02
-    meter.watch(begin, begin + 0.1)
-    assert meter.busy_share == pytest.approx(0.5, rel=0.2)
-    assert meter.graph_share == 0.75
-    assert meter.first_runs == 2
-    assert meter.gpu_util is None
+from rose.bench.steady import FIRSTS
 
 
 @pytest.mark.parametrize(
@@ -136,6 +61,21 @@ def test_kernels_are_named_shortly_and_added_up():
     groups = breakdown.grouped(breakdown.kernel_times([("x_gemm", 1, 5.0), ("rope", 1, 2.0), ("memcpy", 1, 1.0)]))
     assert list(groups) == ["products", "attention", "norms", "activation", "other"]
     assert [[one.name for one in group] for group in groups.values()] == [["x_gemm"], [], [], [], ["rope", "memcpy"]]
+
+
+@pytest.fixture
+def told_counters(monkeypatch):
+    """Names of the counters that any engine told, as the driver gives them."""
+    names: list[set[str]] = []
+    ask = carriers.LinkDriver.engine_counters
+
+    def noted(self):
+        found = ask(self)
+        names.append(set(found))
+        return found
+
+    monkeypatch.setattr(carriers.LinkDriver, "engine_counters", noted)
+    return names
 
 
 def run(load, *options):
@@ -184,11 +124,13 @@ def test_a_profile_that_fails_costs_no_row(scratch, monkeypatch, capsys):
     assert run("throughput", *where) == 0
 
 
-def test_concurrency_from_text_to_row(scratch, capfd):
+def test_concurrency_from_text_to_row(scratch, capfd, told_counters):
     out = scratch / "texts.jsonl"
     size = ["--tokens", "64", "--in-flight", "1", "2", "--seconds", "0.5", "--warm", "0.2"]
     where = ["--folders", str(scratch / "made"), "--out", str(out), "--verbose"]
     assert run("concurrency", "--model", "tiny-pplx-embed", *size, *where) == 0
+    assert told_counters
+    assert all({*FIRSTS, *RUNS, "device_us"} <= names for names in told_counters), "or first runs would be none unseen"
     rows = records.read_rows(out)
     assert [(row.load, row.in_flight, row.batch) for row in rows] == [("concurrency-1", 1, 1), ("concurrency-2", 2, 1)]
     for row in rows:
@@ -290,6 +232,30 @@ def test_the_gpu_checks_other_parts_too(part):
         assert set(parser.parse_args(command[4:]).model) <= set(SHAPES)
         parsed += 1
     assert parsed >= 4
+
+
+def test_the_gpu_checks_tests_are_kept_as_they_end(tmp_path):
+    path = Path(__file__).parents[2] / "scripts" / "gpu_check.py"
+    spec = importlib.util.spec_from_file_location("gpu_check", path)
+    assert spec is not None
+    assert spec.loader is not None
+    gpu_check = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gpu_check)
+    released = tmp_path / "released"
+    waits = f"import pathlib, time\nwhile not pathlib.Path({str(released)!r}).exists(): time.sleep(0.01)"
+    commands = [("last", [sys.executable, "-c", waits]), ("first", [sys.executable, "-c", "print('hello')"])]
+    commands += [("fails", [sys.executable, "-c", "raise SystemExit(3)"])]
+    kept = []
+
+    def ended(step):
+        kept.append((step["step"], step["status"]))
+        if len(kept) == 2:
+            released.touch()  # the last one waits for what was kept of the others
+
+    gpu_check.run_side_by_side(commands, 60.0, tmp_path / "log", ended)
+    assert sorted(kept[:2]) == [("fails", 3), ("first", 0)]
+    assert kept[2:] == [("last", 0)]
+    assert "hello" in (tmp_path / "log").read_text()
 
 
 def test_requests_of_clients_are_not_each_others():

@@ -21,7 +21,7 @@ from rose.bench.shapes import build_checkpoint
 from rose.config import EngineConfig, read_model_folder
 from rose.convert.load import load_generative
 from rose.engine.generation.build import build_generation_engine
-from rose.errors import Unavailable
+from rose.errors import DeadlineExceeded, Unavailable
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +196,18 @@ def test_what_is_no_answer_is_told(wire, told):
         client = CompletionsClient(url, "m")
         with pytest.raises(Unavailable, match=told):
             await client.stream([1], 1)
+        await client.close()
+        server.close()
+
+    asyncio.run(ask())
+
+
+def test_a_stream_that_does_not_end_is_given_up():
+    async def ask():
+        server, url = await answering([HEAD + chunk(event(choices=[{"text": "a"}]))])
+        client = CompletionsClient(url, "m", within_s=0.1)
+        with pytest.raises(DeadlineExceeded, match=r"did not end a stream within 0\.1 s"):
+            await client.stream([1], 2)
         await client.close()
         server.close()
 

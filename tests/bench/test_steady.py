@@ -5,23 +5,11 @@ from __future__ import annotations
 import pytest
 
 from rose.bench.fleet import window
-from rose.bench.steady import NotSteadyError, await_steady, first_runs
+from rose.bench.steady import FIRSTS, NotSteadyError, await_steady, first_runs
 from rose.errors import DeadlineExceeded
+from tests.support.moved_clock import Clock
 
 REQUEST_S = 0.0156
-
-
-class Clock:
-    """Seconds; whoever sleeps moves it."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 class Engine:
@@ -38,7 +26,12 @@ class Engine:
     def counters(self) -> dict[str, int]:
         self._clock.now = self._after(self._clock.now)
         done = sum(begin <= self._clock.now for begin, _ in self._stalls)
-        return {"graph_new_keys": 3 + done, "graph_captures": 7, "graph_plain": int(self._clock.now * 50)}
+        return {
+            "graph_new_keys": 3 + done,
+            "graph_captures": 7,
+            "graph_failed": 0,
+            "graph_plain": int(self._clock.now * 50),
+        }
 
     def spans(self, begin: float, end: float) -> list[tuple[float, float]]:
         """Of every request sent from `begin` to `end`."""
@@ -107,12 +100,26 @@ def test_an_engine_that_is_held_up_for_longer_than_it_is_asked_is_waited_for():
         if clock.now < 112:
             clock.sleep(10)
             raise DeadlineExceeded("no answer within 10 s")
-        return {"graph_new_keys": 4}
+        return {"graph_new_keys": 4, "graph_captures": 0, "graph_failed": 0}
 
     assert await_steady(counters, 1.0, 60.0, clock=clock, sleep=clock.sleep) == pytest.approx(21.2, abs=0.2)
     clock.now = 0.0
-    with pytest.raises(NotSteadyError):
+    with pytest.raises(NotSteadyError, match="the engine was held up"):
         await_steady(counters, 1.0, 15.0, clock=clock, sleep=clock.sleep)
+
+
+def test_first_runs_are_counted_from_the_first_answer_that_comes():
+    """An engine with 1000 first runs behind it that is held up when it is first asked."""
+    clock = Clock()
+
+    def counters() -> dict[str, int]:
+        if clock.now == 100.0:
+            clock.sleep(10)
+            raise DeadlineExceeded("no answer within 10 s")
+        return {"graph_new_keys": 1000 + int((clock.now - 110) / 0.5), "graph_captures": 0, "graph_failed": 0}
+
+    with pytest.raises(NotSteadyError, match=r": 10 first runs and captures in 15\.\d s under load, never 1 s without"):
+        await_steady(counters, 1.0, 5.0, clock=clock, sleep=clock.sleep)
 
 
 def test_a_limit_shorter_than_the_quiet_is_no_limit():
@@ -123,4 +130,6 @@ def test_a_limit_shorter_than_the_quiet_is_no_limit():
 def test_captures_and_their_failures_count_as_first_runs():
     counters = {"graph_new_keys": 1, "graph_captures": 20, "graph_failed": 300, "graph_plain": 4000, "graph_hits": 5}
     assert first_runs(counters) == 321
-    assert first_runs({}) == 0
+    for name in FIRSTS:
+        with pytest.raises(KeyError, match=name):
+            first_runs({other: 1 for other in counters if other != name})

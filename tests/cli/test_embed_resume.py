@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,26 @@ def test_a_run_that_is_to_overwrite_writes_a_file_of_its_own(tmp_path, monkeypat
     second.close()
     assert out.read_bytes() == b"other\n"
     assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize(("error", "told"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)])
+def test_a_file_that_has_its_name_is_published(tmp_path, monkeypatch, caplog, error, told):
+    """Some file systems cannot sync a folder; whatever that says, the output is there and nothing else is left."""
+    out = tmp_path / "v.jsonl"
+    partial = begun(out)
+    fsync = os.fsync
+
+    def refuse(handle):
+        if Path(f"/proc/self/fd/{handle}").readlink() == tmp_path:
+            raise OSError(error, os.strerror(error))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    partial.publish(partial.path)
+    partial.close()
+    assert out.read_bytes() == ROWS
+    assert list(tmp_path.iterdir()) == [out]
+    assert (f"whether names in {tmp_path} outlive a power cut is unknown" in caplog.text) == told
 
 
 def test_restart_forgets_the_record_before_the_rows(tmp_path, monkeypatch):

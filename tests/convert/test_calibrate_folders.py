@@ -74,6 +74,15 @@ def test_a_folder_answers_as_it_was_judged(tmp_path, scheme, make):
     assert read_json(tmp_path / "made" / "calibration.json")["layers"]
 
 
+def test_scalars_of_the_source_are_passed_on(tmp_path):
+    scalar = torch.tensor(2.6592)
+    path = tiny_bert(tmp_path / "plain", **WIDE, extra={"cls.logit_scale": scalar})
+    made(path, tmp_path / "made", "fp8-channel")
+    stored = load_file(tmp_path / "made" / "model.safetensors")["cls.logit_scale"]
+    assert stored.shape == ()
+    assert torch.equal(stored, scalar)
+
+
 CT_FAMILIES = {"bert": tiny_bert, "llama": tiny_lm, "qwen3": lambda p, **a: tiny_lm(p, "qwen3", tied=True, **a)}
 
 

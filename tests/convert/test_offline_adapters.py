@@ -13,6 +13,7 @@ from torch.nn.functional import cosine_similarity
 
 from rose import cli
 from rose.convert.offline import Wishes, convert, decide, find_source, open_weights
+from rose.convert.offline.delta import Delta
 from rose.errors import CheckpointError
 from tests.support.running import embed, encode, load, load_reranker, score
 from tests.support.tiny_checkpoints import Draw, edit_json, tiny_bert, tiny_qwen3, write_json
@@ -178,6 +179,30 @@ def test_the_formulas_in_fp64(tmp_path, rslora, dora):
 def test_a_large_matrix_is_merged_in_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr("rose.convert.offline.delta._BLOCK", 4 * 64 * 7)  # seven rows, which do not divide 128
     test_the_formulas_in_fp64(tmp_path, False, True)
+
+
+def test_a_row_of_a_merge_is_the_matrixs_and_costs_a_block_each(tmp_path, monkeypatch):
+    monkeypatch.setattr("rose.convert.offline.delta._BLOCK", 4 * 64 * 7)
+    base, head = tiny_qwen3_reranker(tmp_path / "base", tied=False), "lm_head.weight"
+    count = load_file(base / "model.safetensors")[head].shape[0]
+    paths = [
+        adapter(
+            tmp_path / f"adapter{seed}", pair(count, 64, seed=seed, name="lm_head") | pair(seed=seed, name=f"model.{Q}")
+        )
+        for seed in (1, 2)
+    ]
+    found = find_source(base, adapters=paths)
+    apply, rows = Delta.apply, []
+    monkeypatch.setattr(Delta, "apply", lambda self, some, at: rows.append(len(some)) or apply(self, some, at))
+    with open_weights(found, Wishes(to="reranker")) as weights:
+        whole = torch.cat([part.clone() for part in weights.parts(head)])
+        assert len(whole) == count > 100
+        for index in (0, 6, 7, 20, count - 1):
+            rows.clear()
+            assert torch.equal(weights.read_row(head, index), whole[index])
+            assert len(rows) == 2, "a block, by each adapter"
+            assert max(rows) <= 7
+        assert torch.equal(weights.read_row("model.norm.weight", 3), weights.read("model.norm.weight")[3])
 
 
 def test_a_merge_in_bf16_is_rounded_once(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from pathlib import Path
@@ -16,7 +17,7 @@ from rose.convert.offline.blocks import Slot, byte_blocks
 from rose.convert.offline.digests import digesting
 from rose.convert.offline.weights import DTYPES
 from rose.errors import CheckpointError
-from tests.support.tiny_checkpoints import tiny_qwen3
+from tests.support.tiny_checkpoints import tiny_bert, tiny_qwen3
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -77,6 +78,23 @@ def test_what_is_not_as_announced_is_refused():
             written([part], slot)
 
 
+def test_a_scalar_is_one_value():
+    for value in (torch.tensor(1.5), torch.tensor(-2.0, dtype=torch.float64)):
+        assert (
+            written([value], Slot("x", "BF16", ())) == value.bfloat16().reshape(1).view(torch.uint8).numpy().tobytes()
+        )
+    with pytest.raises(CheckpointError, match="not finite as F16"):
+        written([torch.tensor(1e30)], Slot("x", "F16", ()))
+    for parts, shape in (
+        ([torch.tensor(1.5)], (1,)),
+        ([torch.ones(1)], ()),
+        ([torch.tensor(1.5)] * 2, ()),
+        ([], ()),
+    ):
+        with pytest.raises(CheckpointError, match="announced as"):
+            written(parts, Slot("x", "F32", shape))
+
+
 def test_digests_are_hashlibs(tmp_path, monkeypatch):
     monkeypatch.setattr(digests, "_WINDOW", 1 << 16)
     paths = []
@@ -107,6 +125,93 @@ def test_digests_are_given_up_with_the_conversion(tmp_path, monkeypatch):
     assert futures[0][0].result() != hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def converted(source, target, force=False):
+    found, wishes = find_source(source), Wishes(to="embedder")
+    with open_weights(found, wishes) as weights:
+        return convert(decide(found, wishes, weights), weights, target, force=force)
+
+
+def failing_sync(monkeypatch, error: int, fails) -> list[Path]:
+    """`os.fsync` fails so where `fails` says of a path; the paths that it was asked for."""
+    asked: list[Path] = []
+    fsync = os.fsync
+
+    def sync(handle):
+        path = Path(f"/proc/self/fd/{handle}").readlink()
+        asked.append(path)
+        if fails(path):
+            raise OSError(error, os.strerror(error))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    return asked
+
+
+def replaced_folder(tmp_path) -> tuple[Path, Path]:
+    source, target = tiny_bert(tmp_path / "a"), tmp_path / "b"
+    target.mkdir()
+    (target / "mine.txt").write_text("from before")
+    return source, target
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_cannot_sync_folders_is_written_to(tmp_path, monkeypatch, caplog, error):
+    source, target = replaced_folder(tmp_path)
+    asked = failing_sync(monkeypatch, error, Path.is_dir)
+    converted(source, target, force=True)
+    assert target / "model.safetensors" not in asked
+    assert any(path.name == "model.safetensors" for path in asked)
+    assert tmp_path in asked
+    assert (target / "model.safetensors").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    assert not (target / "mine.txt").exists()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_what_cannot_reach_the_disk_has_no_name(tmp_path, monkeypatch, what):
+    """A file that its file system cannot sync is not a folder that it cannot sync."""
+    source, target = replaced_folder(tmp_path)
+    error, fails = (errno.EIO, Path.is_dir) if what == "folder" else (errno.EINVAL, Path.is_file)
+    failing_sync(monkeypatch, error, fails)
+    with pytest.raises(CheckpointError, match=f"{target} cannot be written"):
+        converted(source, target, force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    assert (target / "mine.txt").read_text() == "from before"
+
+
+@pytest.mark.parametrize("stood", ["folder", "file"])
+def test_a_conversion_that_has_its_name_has_succeeded(tmp_path, monkeypatch, caplog, stood):
+    """What fails once the target has its name is told, and what it replaced is let go nevertheless."""
+    source, target = replaced_folder(tmp_path)
+    if stood == "file":
+        (target / "mine.txt").unlink()
+        target.rmdir()
+        target.write_text("from before")
+    failing_sync(monkeypatch, errno.EIO, lambda path: path == tmp_path)
+    assert converted(source, target, force=True) == target
+    assert (target / "model.safetensors").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{target} is written; whether its name outlives a power cut is unknown: [Errno 5] Input/output error"
+    ]
+    assert converted(source, target, force=True) == target
+
+
+def test_what_cannot_be_removed_is_told(tmp_path, monkeypatch, caplog):
+    source, target = tiny_bert(tmp_path / "a"), tmp_path / "b"
+    target.write_text("from before")
+
+    def refuse(self, missing_ok=False):
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        assert converted(source, target, force=True) == target
+    (old,) = tmp_path.glob(".b.replaced-*")
+    assert f"{target} is written; {old}, which it replaced, cannot be removed" in caplog.text
+
+
 def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     source, target = tiny_qwen3(tmp_path / "a", shards=2), tmp_path / "b"
     order: list[str] = []
@@ -122,9 +227,7 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
 
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(Path, "rename", note_rename)
-    found, wishes = find_source(source), Wishes(to="embedder")
-    with open_weights(found, wishes) as weights:
-        convert(decide(found, wishes, weights), weights, target)
+    converted(source, target)
     at = order.index("renamed to b")
     hidden = next(Path(path) for path in order if Path(path).parent == tmp_path)
     assert hidden.name.startswith(".b.partial-")

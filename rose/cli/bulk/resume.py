@@ -9,9 +9,11 @@ knows neither formats nor servers.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rose.errors import InvalidInput
+
+_log = logging.getLogger(__name__)
 
 
 class ItemDigest:
@@ -170,12 +174,17 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """So that the rename outlives a power cut before what it stands for is removed."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """So that the rename outlives a power cut before what it stands for is removed. It has happened: what fails here
+    is told, not raised; and file systems that cannot do it (some FUSE and network mounts) say EINVAL or ENOTSUP."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            _log.warning("whether names in %s outlive a power cut is unknown: %s", folder, error)
 
 
 _FIELDS = ("rows", "size", "digest", "tokens")

@@ -46,7 +46,8 @@ def byte_blocks(parts: Iterable[Tensor], slot: Slot, origin: str) -> Iterator[ND
     """`slot.nbytes` bytes; each block is valid until the next.
 
     Args:
-        parts: runs of a tensor's rows, in order. Floats are cast to the slot's dtype; codes must be of it.
+        parts: runs of a tensor's rows, in order; a scalar is one run and one row. Floats are cast to the slot's dtype;
+            codes must be of it.
         origin: where the tensor is from, for errors.
 
     Raises:
@@ -54,9 +55,10 @@ def byte_blocks(parts: Iterable[Tensor], slot: Slot, origin: str) -> Iterator[ND
     """
     rows = 0
     for part in parts:
-        rows += len(part)
+        rows += len(part) if part.dim() else 1
         castable = part.dtype in LETTERS and slot.dtype in DTYPES
-        if part.shape[1:] != slot.shape[1:] or not (castable or CODES.get(part.dtype) == slot.dtype):
+        alike = part.dim() == len(slot.shape) and part.shape[1:] == slot.shape[1:]
+        if not (alike and (castable or CODES.get(part.dtype) == slot.dtype)):
             raise CheckpointError(f"{slot.name} is {part.dtype} of shape {tuple(part.shape)}, announced as {slot}")
         flat, dtype = part.contiguous().reshape(-1), DTYPES.get(slot.dtype, part.dtype)
         for piece in flat.split(BLOCK // WIDTHS[slot.dtype]) if flat.numel() else ():
@@ -64,7 +66,7 @@ def byte_blocks(parts: Iterable[Tensor], slot: Slot, origin: str) -> Iterator[ND
             if not _finite(block, slot.dtype):
                 raise CheckpointError(f"{origin} holds values that are not finite as {slot.dtype}")
             yield block
-    if rows != slot.shape[0]:
+    if rows != (slot.shape[0] if slot.shape else 1):
         raise CheckpointError(f"{slot.name} has {rows} rows, announced as {slot}")
 
 

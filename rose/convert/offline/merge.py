@@ -61,16 +61,25 @@ class MergedWeights(FolderWeights):
         if name not in self._changes:
             yield stored
             return
+        deltas = self._deltas(name, stored)
+        for at in row_blocks(stored):
+            yield self._merged(stored, deltas, at)
+
+    def _deltas(self, name: str, stored: Tensor) -> list[tuple[Path, Delta]]:
+        """(adapter, what it does) in the adapters' order."""
         deltas = [(adapter.path, Delta(change, name.rpartition(".")[2])) for adapter, change in self._changes[name]]
         for number, (_, delta) in enumerate(deltas):
             delta.settle(stored, [earlier for _, earlier in deltas[:number]])
-        for at in row_blocks(stored):
-            rows = stored[at].to(torch.float32, copy=True)
-            for path, delta in deltas:
-                self._apply(path, delta, rows, at)
-            merged = rows.to(self._dtype or stored.dtype)
-            self._differs = self._differs or not torch.equal(merged, stored[at].to(merged.dtype))
-            yield merged
+        return deltas
+
+    def _merged(self, stored: Tensor, deltas: Sequence[tuple[Path, Delta]], at: slice) -> Tensor:
+        """The rows of `at`."""
+        rows = stored[at].to(torch.float32, copy=True)
+        for path, delta in deltas:
+            self._apply(path, delta, rows, at)
+        merged = rows.to(self._dtype or stored.dtype)
+        self._differs = self._differs or not torch.equal(merged, stored[at].to(merged.dtype))
+        return merged
 
     def _apply(self, path: Path, delta: Delta, rows: Tensor, at: slice) -> None:
         """Rows are compared only until an adapter was seen to change some."""
@@ -82,7 +91,9 @@ class MergedWeights(FolderWeights):
     def read_row(self, name: str, index: int) -> Tensor:
         if name not in self._changes:
             return super().read_row(name, index)
-        return torch.cat(list(self.parts(name)))[index]  # a run of rows each
+        stored = self.read(name)
+        at = next(at for at in row_blocks(stored) if at.start <= index < at.stop)  # as `parts` cuts: equal to the bit
+        return self._merged(stored, self._deltas(name, stored), at)[index - at.start]
 
     def finish(self) -> None:
         """

@@ -6,6 +6,7 @@ Knows names, shapes and bytes; knows nothing of what they mean.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 from rose.convert.offline.blocks import Slot
 
 INDEX = "model.safetensors.index.json"
+# What file systems say that keep no names by themselves (some FUSE and network mounts): they have no fsync of a folder.
+_NO_FOLDERS = (errno.EINVAL, errno.ENOTSUP)
 _PAGE = 4096  # where the data begins, a multiple of this: matrices are written, and later mapped, by whole pages
 
 
@@ -74,10 +77,13 @@ def write_shards(
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a folder's names, are on the disk."""
+    """Wait until a file, or a folder's names where its file system can do that, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NO_FOLDERS or not path.is_dir():
+            raise
     finally:
         os.close(handle)
 

@@ -7,6 +7,7 @@ files; decides nothing.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ from rose.convert.offline.shards import split_shards, sync, write_shards
 from rose.convert.offline.source import ADAPTER_CONFIG, Source
 from rose.convert.offline.weights import Weights
 from rose.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
 
 RECORD = "rose.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
@@ -100,9 +103,7 @@ def whole_or_nothing(target: Path) -> Iterator[Path]:
             if old.exists():
                 old.rename(target)
             raise
-        sync(target.parent)
-        if old.exists():
-            _remove(old)
+        _let_go(old, target)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error}") from error
     finally:
@@ -116,12 +117,25 @@ def _settle(folder: Path) -> None:
         sync(path)
 
 
+def _let_go(old: Path, target: Path) -> None:
+    """Of what the target replaced. The target is whole and has its name: nothing that fails from here on is its."""
+    try:
+        sync(target.parent)
+    except OSError as error:
+        _log.warning("%s is written; whether its name outlives a power cut is unknown: %s", target, error)
+    finally:
+        try:
+            _remove(old)
+        except OSError as error:
+            _log.warning("%s is written; %s, which it replaced, cannot be removed: %s", target, old, error)
+
+
 def _remove(path: Path) -> None:
-    """A folder, or a file or link that stood in its place."""
+    """A folder, or a file or link that stood in its place; nothing where nothing is."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def _blocks(plan: Plan, weights: Weights, slot: Slot) -> Iterator[NDArray[np.uint8]]:
