@@ -2,7 +2,8 @@
 
 Policy only: a `Capturer` knows how to capture on its device; without one everything runs plain through the same door.
 The device buffers a graph reads belong to its key and die with it. Captured bytes are counted against a budget, least
-recently used graphs make room, and a failed capture or replay leaves the key plain and the engine serving.
+recently used graphs make room. A key whose capture or replay fails starts over, since the error may have been a
+passing one; after its second it stays plain, as one does at once that no memory is left for. The engine serves on.
 Runs in the executor's thread only. Knows neither requests nor models.
 """
 
@@ -137,6 +138,7 @@ class LazyGraphs:
         # Beside `_seen`: also those that are never captured, and those whose graph had to go.
         self._known: OrderedDict[BatchKey, None] = OrderedDict()
         self._refused: set[BatchKey] = set()
+        self._erred: set[BatchKey] = set()
         self._runs = 0
         self._released: Callable[[BatchKey], None] = lambda key: None
         self.metrics = GraphMetrics()
@@ -185,18 +187,25 @@ class LazyGraphs:
             self._held.move_to_end(key)
             return held.graph.outputs
         self._runs += 1
-        if self._may_capture(key):
-            held = self._capture(key, inputs, forward)
+        if not self._may_capture(key):
+            first = self._capturable(key) and key not in self._seen
+            return self._run_plain(key, inputs, forward, first)
+        held = self._capture(key, inputs, forward)
         if held is None:
-            return self._run_plain(key, inputs, forward)
-        held.graph.replay()
+            # Not as a first hit, be it to start over: what has just failed under the key may fail again.
+            return self._run_plain(key, inputs, forward, first=False)
+        try:
+            held.graph.replay()
+        except Exception as error:
+            self._give_up(key, error)
+            raise
         return held.graph.outputs
 
-    def _run_plain(self, key: BatchKey, inputs: Tensor, forward: Forward) -> Outputs:
+    def _run_plain(self, key: BatchKey, inputs: Tensor, forward: Forward, first: bool) -> Outputs:
         self.metrics.plain += 1
         self._count_new(key)
         packed = self._to_device(inputs)
-        if self._capturable(key) and key not in self._seen:
+        if first:
             # The first hit plans as the graph's replays will, so that they give the same bits.
             self._see(key)
             try:
@@ -260,7 +269,7 @@ class LazyGraphs:
             self._refuse(key, "out of memory")
             return None
         except Exception as error:  # noqa: BLE001  what cannot be captured still runs plain
-            self._refuse(key, f"{type(error).__name__}: {error}")
+            self._fail(key, f"its capture failed: {type(error).__name__}: {error}")
             return None
         self._make_room(held.bytes)
         if held.bytes > self._max_bytes:
@@ -276,18 +285,30 @@ class LazyGraphs:
         while self._held and self.metrics.bytes + wanted > self._max_bytes >= wanted:
             key, coldest = self._held.popitem(last=False)
             coldest.graph.release()
-            self._released(key)
-            # As if never seen: its plan is gone, and the next hit makes a new one outside of any capture.
-            self._seen.pop(key, None)
+            self._forget(key)
             self.metrics.bytes -= coldest.bytes
             self.metrics.evicted += 1
+
+    def _forget(self, key: BatchKey) -> None:
+        """As if never seen: its plan is gone, and the next hit makes a new one outside of any capture."""
+        self._released(key)
+        self._seen.pop(key, None)
 
     def _give_up(self, key: BatchKey, error: Exception) -> None:
         held = self._held.pop(key)
         self.metrics.bytes -= held.bytes
         with contextlib.suppress(RuntimeError):  # the device may be lost; the first error is the one to tell
             held.graph.release()
-        self._refuse(key, f"its replay failed: {type(error).__name__}: {error}")
+        self._fail(key, f"its replay failed: {type(error).__name__}: {error}")
+
+    def _fail(self, key: BatchKey, reason: str) -> None:
+        if key in self._erred:
+            self._refuse(key, f"for the second time {reason}")
+            return
+        self._erred.add(key)
+        self._forget(key)
+        self.metrics.failed += 1
+        _log.warning("no graph for %d tokens in %d sequences for now: %s", key.tokens, key.sequences, reason)
 
     def _refuse(self, key: BatchKey, reason: str) -> None:
         self._refused.add(key)

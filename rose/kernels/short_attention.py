@@ -190,7 +190,8 @@ def _short_attention(
 def block(tokens: int, head_dim: int, max_length: int) -> tuple[int, int, int]:
     """(queries a program, keys a block, warps); few tokens take small blocks, so that more programs share a sequence.
 
-    Up to 256 tokens measured inside encoders of 24 and 28 layers on an H200 (benchmarks/kernels/tune_in_model.py).
+    Up to 256 tokens measured inside encoders of 24 and 28 layers on an H200 (benchmarks/kernels/tune_in_model.py);
+    beyond 256 tokens not measured.
     """
     bn = min(max(16, next_power_of_2(max_length)), 128 if head_dim <= 128 else 64)
     if max_length <= 256 or head_dim > 128:

@@ -243,9 +243,11 @@ def test_what_cannot_be_captured_runs_plain_without_a_word_to_the_caller():
     graphs, _ = make(capturer)
     run(graphs, key(64), 0)
     capturer.error = RuntimeError("operation not permitted when stream is capturing")
-    assert [run(graphs, key(64), n) for n in range(3)] == [1, 2, 3]
-    assert graphs.metrics.failed == 1
+    assert [run(graphs, key(64), n) for n in range(5)] == [1, 2, 3, 4, 5]
+    assert graphs.metrics.failed == 2
     capturer.error = None
+    assert [run(graphs, key(64), n) for n in range(3)] == [1, 2, 3]
+    assert key(64) not in graphs, "twice is enough"
     run(graphs, key(128), 0)
     run(graphs, key(128), 0)
     assert key(128) in graphs
@@ -294,9 +296,72 @@ def test_a_replay_that_fails_is_the_last_of_its_graph():
     assert (key(64) in graphs, key(128) in graphs) == (False, True)
     assert (graphs.metrics.failed, graphs.metrics.bytes) == (1, graphs._held[key(128)].bytes)
     plain = graphs.metrics.plain
-    assert [run(graphs, key(64), n) for n in (4, 5, 6)] == [5, 6, 7]
-    assert graphs.metrics.plain == plain + 3
+    assert run(graphs, key(64), 4) == 5
+    assert graphs.metrics.plain == plain + 1
     assert run(graphs, key(128), 7) == 8
+
+
+class Flaky(Sum):
+    """No memory on the host for its plan."""
+
+    def load(self, packed, graph_key, like=None):
+        raise MemoryError("for a moment")
+
+
+def test_a_passing_error_of_a_replay_costs_one_capture_and_the_second_is_the_last(caplog):
+    capturer = FakeCapturer()
+    graphs, released = make(capturer)
+    for number in range(3):
+        run(graphs, key(64), number)
+    with pytest.raises(MemoryError):
+        run(graphs, key(64), 5, Flaky())
+    assert "no graph for 64 tokens in 1 sequences for now: its replay failed: MemoryError: for a moment" in caplog.text
+    forward = Sum()
+    hits = graphs.metrics.hits
+    assert [run(graphs, key(64), n, forward) for n in range(50)] == [n + 1 for n in range(50)]
+    assert (graphs.metrics.hits - hits, graphs.metrics.plain, graphs.metrics.captures) == (48, 2, 2)
+    assert forward.loads == [key(64)] * 50, "planned anew outside of the capture, as on a first hit"
+    assert graphs.metrics.bytes == 108
+
+    with pytest.raises(MemoryError):
+        run(graphs, key(64), 5, Flaky())
+    assert "it runs plain: for the second time its replay failed: MemoryError: for a moment" in caplog.text
+    hits = graphs.metrics.hits
+    assert [run(graphs, key(64), n) for n in range(50)] == [n + 1 for n in range(50)]
+    assert (graphs.metrics.hits, graphs.metrics.captures, graphs.metrics.failed) == (hits, 2, 2)
+    assert graphs.metrics.bytes == 0
+    assert released == [key(64)] * 2
+    assert [graph.released for _, graph in capturer.graphs] == [True, True]
+
+
+def test_a_passing_error_of_a_capture_does_not_end_graphs_of_its_key(caplog):
+    capturer = FakeCapturer()
+    graphs, released = make(capturer)
+    run(graphs, key(64), 0)
+    capturer.error = RuntimeError("another thread has synchronised")
+    forward = Sum()
+    assert run(graphs, key(64), 1, forward) == 2
+    assert forward.loads == [key(64), None], "what failed under the key is not tried again for this batch"
+    assert released == [key(64)]
+    assert "for now: its capture failed: RuntimeError: another thread has synchronised" in caplog.text
+    capturer.error = None
+    assert [run(graphs, key(64), n, forward) for n in range(4)] == [1, 2, 3, 4]
+    assert forward.loads[2:] == [key(64)] * 4
+    assert (graphs.metrics.captures, graphs.metrics.hits, graphs.metrics.failed) == (1, 2, 1)
+
+
+def test_a_graph_whose_very_first_replay_fails_is_given_up_as_well():
+    capturer = FakeCapturer()
+    graphs, released = make(capturer)
+    run(graphs, key(64), 0)
+    broken = Sum()
+    broken.run = lambda: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        run(graphs, key(64), 0, broken)
+    assert (key(64) in graphs, graphs.metrics.bytes, released) == (False, 0, [key(64)])
+    assert capturer.graphs[0][1].released
+    assert [run(graphs, key(64), n) for n in range(4)] == [1, 2, 3, 4]
+    assert graphs.metrics.hits == 2
 
 
 def test_keys_seen_once_are_forgotten_in_the_end(monkeypatch):

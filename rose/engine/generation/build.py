@@ -22,6 +22,7 @@ from rose.attention_backends.check import check_backend
 from rose.attention_backends.choose import best_overall
 from rose.attention_backends.kv_cache import KVCache
 from rose.config import EngineConfig
+from rose.config.profile import AttentionGrid
 from rose.config.profile_files import Found
 from rose.engine.build import profile_of
 from rose.engine.cuda import CudaCapturer, CudaExecutor
@@ -61,7 +62,8 @@ def build_generation_engine(
     Args:
         dtype: dtype of the model's weights, and of the cache.
         backend: name of the attention backend; "auto" takes the one that a profile of this device finds fastest, or the
-            first of those that serve this model here, and checks it against the reference before.
+            first of those that serve this model here and that it does not exclude, and checks it against the reference
+            before.
         num_threads: threads of torch's operators on the CPU, or None for torch's own choice.
         end_ids: tokens that end a sequence by the model's own word.
         vocab_limit: no token at or above it is drawn: the tokenizer has none; None for the model's vocabulary.
@@ -126,19 +128,44 @@ def _attention(backend: str, spec: AttentionSpec, found: Found) -> AttentionBack
     """One backend for all loads: a cache is bound to it."""
     if backend != "auto" or spec.layout != "paged":
         return load_backend(backend, spec)
-    grid, reasons = found.grid, {}
-    measured = () if grid is None else (n for n in best_overall(grid.points) if n not in grid.excluded)
-    for name in dict.fromkeys((*measured, *paged_backend_names())):
+    reasons = _ruled_out(found.grid)
+    for name, reason in reasons.items():
+        _log.warning("attention backend %s is left out: %s", name, reason)
+    for name in _in_order(found.grid):
+        if name in reasons:
+            continue
         ready = try_backend(name, spec)
         if isinstance(ready, str):
             reasons[name] = ready
-        elif (reason := None if name == TRUTH else check_backend(name, spec)) is None:
+        elif (wrong := None if name == TRUTH else check_backend(name, spec)) is None:
             return ready
         else:
-            reasons[name] = reason
-            _log.warning("attention backend %s is left out: %s", name, reason)
+            reasons[name] = wrong
+            _log.warning("attention backend %s is left out: %s", name, wrong)
     words = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise StartupError(f"attention backend auto does not serve this model: {words}")
+
+
+def _ruled_out(grid: AttentionGrid | None) -> dict[str, str]:
+    """What a profile excludes, with the reason: one that was wrong at a load of it may pass the check at start.
+
+    Never the one that all others are measured by: it stays the last resort.
+    """
+    excluded = {} if grid is None else grid.excluded
+    return {
+        name: f"a profile of this device excludes it: {excluded[name]}"
+        for name in paged_backend_names()
+        if name in excluded and name != TRUTH
+    }
+
+
+def _in_order(grid: AttentionGrid | None) -> tuple[str, ...]:
+    """The paged backends of this version, best first: as a profile has them, then those it knows nothing good of."""
+    known = paged_backend_names()
+    if grid is None:
+        return known
+    measured = (name for name in best_overall(grid.points) if name in known and name not in grid.excluded)
+    return tuple(dict.fromkeys((*measured, *known)))
 
 
 def _executor(

@@ -244,8 +244,6 @@ class GenerationScheduler:
         """
         if sequence.finished or sequence.void:
             return False
-        if sequence in self._trials:
-            self._trials.convict(sequence)
         self.pages.forget(sequence.pages)
         self._end(sequence)
         return True
@@ -265,19 +263,25 @@ class GenerationScheduler:
         self._ended(plan)
         failed: list[int] = []
         company: list[Sequence] = []
+        beside: list[Sequence] = []
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.in_flight -= 1
             if sequence.void:
                 sequence.void -= 1
-            elif sequence in self._trials or sequence.unexplained >= MOST_UNEXPLAINED:
-                if self.fail(sequence):
-                    failed.append(sequence.request.id)
+                if not sequence.finished:
+                    beside.append(sequence)
             elif not sequence.finished:
-                company.append(sequence)
+                if sequence in self._trials or sequence.unexplained >= MOST_UNEXPLAINED:
+                    self.fail(sequence)
+                    failed.append(sequence.request.id)
+                else:
+                    company.append(sequence)
         for sequence in company:
             self._retry(sequence)
-        self._trials.begin(company)
+        # Whoever has ended, by now or meanwhile, is tried no more and may have been at fault.
+        explained = any(chunk.sequence.finished for chunk in plan.chunks)
+        self._trials.begin(company, beside, explained=explained)
         return failed
 
     def _planned(self, plan: BatchPlan | None) -> BatchPlan | None:
@@ -323,7 +327,7 @@ class GenerationScheduler:
 
     def _clear(self, sequence: Sequence) -> None:
         """It has passed its trial; if it lost its pages meanwhile, it waits as anybody."""
-        self._trials.end(sequence)
+        self._trials.clear(sequence)
         if sequence.state is State.WAITING and not sequence.finished:
             self._waiting.push(sequence)
 
@@ -427,7 +431,7 @@ class GenerationScheduler:
                 self._waiting.forget_one()
         else:
             self._running.leave(sequence)
-        self._trials.end(sequence)
+        self._trials.leave(sequence)
         del self._open[sequence.request.id]
         self._bulk.discard(sequence)
         self._deadlines.sweep(len(self._open))

@@ -51,7 +51,7 @@ class Sequence:
         capacity: tokens that its pages hold.
         in_flight: chunks of it in batches that are planned and neither committed nor failed.
         void: of them, those that followed a batch which failed: what they draw means nothing.
-        unexplained: how often a batch of it failed without anybody's being found guilty.
+        unexplained: how often a batch of it failed though nobody in it was found guilty or ended before that was known.
         digests: of its leading full pages, as far as anybody asked.
         kept: leading pages whose content is offered to others already.
     """

@@ -2,8 +2,8 @@
 
 A sequence on trial is computed anew, in batches of its own: the tokens it has, of which the next one is drawn, then one
 decoding step, since that runs other kernels. If both end well it goes back among the others; if either fails, the
-sequence ends with the error and the others of the failed batch are cleared. Plain Python; knows neither pages nor
-devices.
+sequence ends with the error. A failure counts against those it befell, until one that was in it ends before it was
+cleared, in whatever way: that one may have been at fault. Plain Python; knows neither pages nor devices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Trials:
 
     def __init__(self) -> None:
         self._open: dict[int, Sequence] = {}
-        self._companies: dict[int, list[Sequence]] = {}
+        # Of each on trial: for each failed batch it was in, those whom that counts against; shared by all of them.
+        self._counted: dict[int, list[list[Sequence]]] = {}
         self._begun_with: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -32,13 +33,22 @@ class Trials:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.serial in self._open
 
-    def begin(self, company: ListLike[Sequence]) -> None:
-        """A batch of these has failed; for now that counts against each of them."""
-        shared = list(company)
-        for sequence in shared:
+    def begin(self, company: ListLike[Sequence], beside: ListLike[Sequence] = (), *, explained: bool = False) -> None:
+        """A batch has failed; for now that counts against each of the company.
+
+        Args:
+            company: those that are on trial from now on.
+            beside: those on trial already, for a batch before it that failed; this one may be their fault too.
+            explained: somebody who was in it has ended, and may have been at fault: it counts against nobody.
+        """
+        counted = [] if explained else list(company)
+        for sequence in counted:
             sequence.unexplained += 1
+        for sequence in company:
             self._open[sequence.serial] = sequence
-            self._companies[sequence.serial] = shared
+            self._counted[sequence.serial] = [counted]
+        for sequence in beside:
+            self._counted[sequence.serial].append(counted)
 
     def next(self) -> Sequence | None:
         """The one whose batch comes next: the oldest of those that have pages, else the oldest that waits.
@@ -52,18 +62,22 @@ class Trials:
         """It has got pages for the tokens it has."""
         self._begun_with[sequence.serial] = sequence.known
 
-    def convict(self, sequence: Sequence) -> None:
-        """The fault is its own: the failure that began its trial counts against nobody any more."""
-        company = self._companies[sequence.serial]
-        for other in company:
-            other.unexplained -= 1
-        company.clear()  # another of them that is guilty too explains nothing more
-
-    def end(self, sequence: Sequence) -> None:
-        """It was cleared, or has ended. One not on trial is no error."""
+    def clear(self, sequence: Sequence) -> None:
+        """It was not at fault; what it was in goes on counting against the others. One not on trial is no error."""
         if self._open.pop(sequence.serial, None) is not None:
-            del self._companies[sequence.serial]
+            del self._counted[sequence.serial]
             self._begun_with.pop(sequence.serial, None)
+
+    def leave(self, sequence: Sequence) -> None:
+        """It has ended, found guilty or not tried to the end: what it was in counts against nobody any more.
+
+        However often that happens, tries stay bounded: each time a request is gone. One not on trial is no error.
+        """
+        for counted in self._counted.get(sequence.serial, ()):
+            for other in counted:
+                other.unexplained -= 1
+            counted.clear()  # another of them that ends explains nothing more
+        self.clear(sequence)
 
     def _is_due(self, sequence: Sequence) -> bool:
         if sequence.state is State.WAITING:

@@ -284,6 +284,31 @@ def test_what_others_did_does_not_count(device, folder, model, reference):
     engine.close()
 
 
+def test_nor_what_others_did_who_are_gone_before_they_are_found(device, folder, model, reference):
+    """Each client hangs up as soon as the batch of its request has failed, which is tried after all others."""
+    ids = prompts([9])[0]
+    expected = [(ids, reference.greedy(ids.tolist(), 60))]
+    poison = unused_token(expected)
+    engine, model = breaking(folder, device, model, lambda n, batch: bool((batch.ids == poison).any()))
+    driver = Driver(engine)
+    mine = driver.add(ids, max_new_tokens=60)
+    for rounds in range(1, 8):
+        while len(driver.answers[mine].tokens) < 4 * rounds:
+            driver.wait()
+            driver.step()
+            assert driver.answers[mine].error is None
+        bad = driver.add(np.array([poison, poison], np.int32))
+        retries = engine.counters()["retries"]
+        while engine.counters()["retries"] == retries:
+            driver.wait()
+            driver.step()
+        assert engine.abort(bad)
+    answer = driver.run()[mine]
+    assert model.company.count(2) >= 7
+    assert (answer.tokens, answer.error) == (expected[0][1], None)
+    engine.close()
+
+
 def test_an_engine_whose_every_forward_fails_comes_to_an_end(device, folder, model):
     engine, model = breaking(folder, device, model, lambda n, batch: True)
     driver = Driver(engine)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from rose.attention_backends.torch_paged import TorchPaged
 from rose.attention_backends.triton_paged import TritonPaged
 from rose.config import EngineConfig
+from rose.config.profile import AttentionGrid, Point
+from rose.config.profile_files import Found
 from rose.convert import load_generative
 from rose.engine.generation import build
 from rose.engine.generation.build import build_generation_engine
+from rose.engine.profiles import attention_shape
 from rose.errors import StartupError
 from tests.engine.generation.driving import generate, prompts
 
@@ -28,9 +32,16 @@ def chosen(folder, monkeypatch):
 
     monkeypatch.setattr(build, "check_backend", remember)
 
-    def choose(backend="auto"):
+    def choose(backend="auto", us=None, excluded=None):
+        """With a profile of one point where times or exclusions are given."""
+        shape = attention_shape(model.attention_spec("cpu", torch.float32))
+        points = () if us is None else (Point(tokens=1024, sequences=8, max_length=128, us=us),)
+        grid = None if excluded is None else AttentionGrid(shape=shape, points=points, excluded=excluded)
         engine = build_generation_engine(
-            model, EngineConfig(max_tokens=folder.max_tokens, kv_cache_bytes=1 << 20), backend=backend
+            model,
+            EngineConfig(max_tokens=folder.max_tokens, kv_cache_bytes=1 << 20),
+            backend=backend,
+            profile=Found(grid=grid),
         )
         return engine, checked
 
@@ -85,3 +96,47 @@ def test_none_is_left(chosen, monkeypatch):
         StartupError, match=r"auto does not serve this model: triton_paged: not today;.*torch_paged: neither"
     ):
         chosen()
+
+
+EXCLUDED = {"triton_paged": "wrong at 8 x 4096 on this device"}
+
+
+@pytest.mark.parametrize("us", [None, {"torch_paged": 9.0}, {"triton_paged": 1.0, "torch_paged": 9.0}], ids=str)
+def test_what_a_profile_excludes_is_not_taken_however_well_it_does_here(chosen, caplog, us):
+    engine, checked = chosen(us=us, excluded=EXCLUDED)
+    assert (engine.backend_names, checked) == (("torch_paged",), [])
+    told = "triton_paged is left out: a profile of this device excludes it: wrong at 8 x 4096 on this device"
+    assert f"attention backend {told}" in caplog.text
+    engine.close()
+
+
+def test_the_last_resort_is_left_even_if_a_profile_excludes_it(chosen):
+    us = {"triton_paged": 9.0, "torch_paged": 1.0}
+    engine, _ = chosen(us=us, excluded={"torch_paged": "failed at 256 x 4096: out of memory"})
+    assert engine.backend_names == ("triton_paged",), "others come first then, however slow"
+    engine.close()
+    engine, _ = chosen(excluded={**EXCLUDED, "torch_paged": "failed at 256 x 4096: out of memory"})
+    assert engine.backend_names == ("torch_paged",)
+    engine.close()
+
+
+def test_the_profiles_reason_is_among_those_told_where_none_is_left(chosen, monkeypatch):
+    monkeypatch.setattr(TorchPaged, "supports", lambda self, spec: "neither")
+    with pytest.raises(
+        StartupError,
+        match=r"auto does not serve this model: triton_paged: a profile of this device excludes it: wrong at 8 x"
+        r" 4096 on this device;.*torch_paged: neither",
+    ):
+        chosen(excluded=EXCLUDED)
+
+
+def test_what_a_profile_excludes_is_taken_where_it_is_asked_for_by_name(chosen):
+    engine, _ = chosen("triton_paged", excluded=EXCLUDED)
+    assert engine.backend_names == ("triton_paged",)
+    engine.close()
+
+
+def test_a_profile_may_name_a_backend_of_another_version(chosen):
+    engine, _ = chosen(us={"paged_of_tomorrow": 1.0, "torch_paged": 2.0, "triton_paged": 3.0}, excluded={})
+    assert engine.backend_names == ("torch_paged",)
+    engine.close()

@@ -185,6 +185,9 @@ class Serving(RuleBasedStateMachine):
         tried = {s.request.id for s in live if s in self.scheduler._trials}
         assert not tried or len(sequences) == 1, "a trial in company"
         worn = {s.request.id for s in live if s.unexplained >= MOST_UNEXPLAINED}
+        # Who of it has ended, or ends by this, may have been at fault.
+        counts = not worn and not any(s.finished for s in sequences)
+        unexplained = {s: s.unexplained + counts for s in live}
         retries = self.scheduler.metrics.retries
         assert set(self.scheduler.fail_batch(plan)) == tried | worn
         assert self.scheduler.metrics.retries - retries == len(live) - len(tried | worn)
@@ -192,6 +195,7 @@ class Serving(RuleBasedStateMachine):
             del self.known[number]
         for sequence in live:
             assert sequence.finished or (sequence in self.scheduler._trials and sequence.drawn == sequence.known)
+            assert sequence.finished or sequence.unexplained == unexplained[sequence]
 
     @precondition(lambda self: self.scheduler.in_flight and self.count % 5 == 1)
     @rule()
@@ -249,6 +253,7 @@ class Serving(RuleBasedStateMachine):
         assert len(set(lanes)) == len(lanes)
         for sequence in sequences:
             assert sequence.known <= sequence.drawn <= sequence.max_length
+            assert 0 <= sequence.unexplained <= MOST_UNEXPLAINED
             assert (sequence.state is State.WAITING) <= (not sequence.pages and not sequence.lane)
 
     @invariant()

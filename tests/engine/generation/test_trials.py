@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rose.engine.generation.request import Finish
 from rose.engine.generation.sequence import State
 from rose.engine.generation.trials import MOST_UNEXPLAINED
@@ -174,3 +176,137 @@ def test_bulk_yields_to_a_trial_too():
     finish(scheduler)
     assert finish_all == 1
     assert scheduler.pages.available == scheduler.pages.total
+
+
+def one_decoding(**limits):
+    """Request 1, which has many tokens to go, and its sequence."""
+    scheduler = make(**limits)
+    add(scheduler, 1, 2, new=150)
+    scheduler.commit(plan_of(scheduler), [7])
+    return scheduler, scheduler._open[1]
+
+
+def goes_on(scheduler, batches=2):
+    for _ in range(batches):
+        plan = plan_of(scheduler)
+        scheduler.commit(plan, [5] * plan.draws)
+
+
+ROUNDS = range(100, 100 + 2 * MOST_UNEXPLAINED)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["after its batch failed", "before"])
+@pytest.mark.parametrize("how", ["abort", "deadline"])
+def test_one_that_leaves_before_its_trial_is_not_laid_to_the_others(how, known):
+    """Client after client sends what breaks, and is gone before that is found out."""
+    scheduler, innocent = one_decoding()
+    for number in ROUNDS:
+        add(scheduler, number, 2, deadline=float(number))
+        together = plan_of(scheduler)
+        assert len(together.chunks) == 2
+        if known:
+            assert scheduler.fail_batch(together) == []
+            assert innocent.unexplained == 1
+        if how == "abort":
+            assert scheduler.abort(number)
+        else:
+            assert list(scheduler.expire(number + 0.5)) == [number]
+        if not known:
+            assert scheduler.fail_batch(together) == []
+        assert innocent.unexplained == 0
+        goes_on(scheduler)
+    assert not innocent.finished
+    finish(scheduler)
+    assert scheduler.pages.available == scheduler.pages.total
+
+
+@pytest.mark.parametrize("planned", [1, 2])
+def test_nor_one_that_leaves_in_the_midst_of_its_trial(planned):
+    scheduler, innocent = one_decoding()
+    for number in ROUNDS:
+        add(scheduler, number, 2)
+        scheduler.fail_batch(plan_of(scheduler))
+        goes_on(scheduler)
+        plans = [plan_of(scheduler) for _ in range(planned)]
+        assert {chunk.sequence.request.id for plan in plans for chunk in plan.chunks} == {number}
+        scheduler.abort(number)
+        for plan in plans:
+            assert scheduler.fail_batch(plan) == []
+        assert innocent.unexplained == 0
+    assert not innocent.finished
+
+
+@pytest.mark.parametrize("ending", [{"new": 2}, {"new": 9, "stop_ids": (8,)}], ids=["length", "stop"])
+def test_nor_one_that_ends_before_its_step(ending):
+    """Its prompt can be computed alone; the step that failed is never run again."""
+    scheduler, innocent = one_decoding()
+    for number in ROUNDS:
+        add(scheduler, number, 2, **ending)
+        goes_on(scheduler, 1)
+        scheduler.fail_batch(plan_of(scheduler))
+        assert innocent.unexplained == 1
+        goes_on(scheduler)
+        plan = plan_of(scheduler)
+        finishes = told(scheduler, plan, [8])[0][2]
+        assert finishes is (Finish.LENGTH if ending["new"] == 2 else Finish.STOP)
+        assert innocent.unexplained == 0
+    assert not innocent.finished
+
+
+def test_nor_one_that_has_stopped_and_is_in_one_batch_more():
+    scheduler, innocent = one_decoding()
+    for number in ROUNDS:
+        add(scheduler, number, 2, stop_ids=(8,))
+        first, behind = plan_of(scheduler), plan_of(scheduler)
+        assert len(behind.chunks) == 2
+        assert told(scheduler, first, [5, 8])[1][2] is Finish.STOP
+        assert scheduler.fail_batch(behind) == []
+        assert innocent.unexplained == 0
+        goes_on(scheduler)
+    assert not innocent.finished
+
+
+def test_one_that_was_cleared_and_leaves_then_explains_nothing():
+    scheduler = three_decoding()
+    failed = plan_of(scheduler)
+    scheduler.fail_batch(failed)
+    goes_on(scheduler)
+    assert scheduler.abort(1)
+    assert [chunk.sequence.unexplained for chunk in failed.chunks] == [1, 1, 1]
+    assert scheduler.abort(2)
+    assert [chunk.sequence.unexplained for chunk in failed.chunks] == [0, 0, 0]
+    assert scheduler.abort(3)
+    assert [chunk.sequence.unexplained for chunk in failed.chunks] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("guilty", ["fails alone", "leaves", "has left"])
+def test_the_batch_behind_may_be_the_fault_of_whoever_was_in_the_first(guilty):
+    """A newcomer meets the one at fault only in a batch that was launched before the failure was known."""
+    scheduler = three_decoding()
+    failed = plan_of(scheduler)
+    add(scheduler, 4, 2)
+    behind = plan_of(scheduler)
+    sequences = [chunk.sequence for chunk in behind.chunks]
+    scheduler.fail_batch(failed)
+    if guilty == "has left":
+        scheduler.abort(1)
+    scheduler.fail_batch(behind)
+    if guilty == "leaves":
+        scheduler.abort(1)
+    elif guilty == "fails alone":
+        assert [s.unexplained for s in sequences] == [1, 1, 1, 1]
+        assert scheduler.fail_batch(plan_of(scheduler)) == [1]
+    assert [s.unexplained for s in sequences[1:]] == [0, 0, 0]
+    finish(scheduler)
+    assert scheduler.pages.available == scheduler.pages.total
+
+
+def test_one_that_has_been_tried_too_often_takes_the_failure_with_it():
+    scheduler, worn = one_decoding()
+    worn.unexplained = MOST_UNEXPLAINED
+    add(scheduler, 2, 2)
+    together = plan_of(scheduler)
+    newcomer = together.chunks[1].sequence
+    assert scheduler.fail_batch(together) == [1]
+    assert newcomer.unexplained == 0
+    finish(scheduler)
