@@ -180,7 +180,8 @@ def test_a_prompt_alone(chain, side):
 def test_prompts_beside_decoding_sequences(chain, side):
     names = launched(chain, side, buckets().key(5, 1, 133, 128, GREEDY))
     assert names.count("_paged_decode") == names.count("_paged_prefill") == LAYERS
-    assert len(names) == 7 + LAYERS * 9
+    # Two kernels of attention, and more than 128 tokens are the library's, which leaves the gated pair to another kernel.
+    assert len(names) == 7 + LAYERS * 10
 
 
 def test_a_drawn_step_asks_torch_for_nothing(chain, side):
