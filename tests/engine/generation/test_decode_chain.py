@@ -180,7 +180,7 @@ def test_a_prompt_alone(chain, side):
 def test_prompts_beside_decoding_sequences(chain, side):
     names = launched(chain, side, buckets().key(5, 1, 133, 128, GREEDY))
     assert names.count("_paged_decode") == names.count("_paged_prefill") == LAYERS
-    # Two kernels of attention, and more than 128 tokens are the library's, which leaves the gated pair to another kernel.
+    # Two kernels of attention; beyond 128 tokens products are the library's, and the gated pair takes another kernel.
     assert len(names) == 7 + LAYERS * 10
 
 
