@@ -143,3 +143,11 @@ def test_a_backend_this_version_does_not_know_is_passed_over(monkeypatch, cpu_sp
         "flash_attention9 would come before it but is left out: there is no such backend in this version"
         in choice.reason
     )
+
+
+def test_torch_is_chosen_by_time_only_where_nothing_else_has_one() -> None:
+    """Quick where all sequences are equally long, five times as slow where they are not; a key does not say which."""
+    even = point(64, 256, torch_sdpa=19009, flashinfer2=19505, triton_short=19629)
+    assert [choice.backend for choice in ranked(even)] == [SHORT, FA2, SDPA]
+    assert chosen(Load(14_000, 64, 256), (even,)) == SHORT
+    assert ranked(point(64, 256, torch_sdpa=19009))[0].backend == SDPA
