@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +62,13 @@ def test_a_carrier_can_be_left_out(served, tmp_path):
     assert (served[0][1].http_port, served[0][1].grpc_port) == (None, 0)
 
 
+def engine_options(command: Sequence[str]) -> dict[str, Any]:
+    """What the engine's own parser reads in the command line that starts it."""
+    module = command.index("rose.server")
+    assert command[module - 1] == "-m"
+    return vars(engine_parser().parse_args(command[module + 1 :]))
+
+
 def test_the_engine_understands_every_option_it_is_handed(served, tmp_path):
     """The engine's own parser reads the command line that `rose serve` makes."""
     numbers = {"online-tokens": 11, "bulk-tokens": 12, "max-sequences": 13, "max-tokens": 14}
@@ -72,8 +81,7 @@ def test_the_engine_understands_every_option_it_is_handed(served, tmp_path):
     options += ["--no-prefix-cache"]
     cli.main(["serve", str(tmp_path), "--device", "cpu", "--name", "mine", *options])
     (command,) = served[0][2]
-    assert command[1:3] == ["-m", "rose.server"]
-    read = vars(engine_parser().parse_args(command[3:]))
+    read = engine_options(command)
     assert {name: read[name.replace("-", "_")] for name in numbers} == numbers
     assert (read["dtype"], read["backend"], read["pooling"], read["causal"]) == (
         "bfloat16",
@@ -88,13 +96,13 @@ def test_the_engine_understands_every_option_it_is_handed(served, tmp_path):
 
 def test_what_is_not_given_is_left_to_the_engine(served, tmp_path):
     cli.main(["serve", str(tmp_path)])
-    read = vars(engine_parser().parse_args(served[0][2][0][3:]))
+    read = engine_options(served[0][2][0])
     assert set(read) <= {"model_folder", "address", "device", "served_name", "log_level", "warm_up"}
 
 
 def test_one_engine_a_device(served, tmp_path):
     cli.main(["serve", str(tmp_path), "--device", "cuda:0,cuda:1"])
-    devices = [vars(engine_parser().parse_args(command[3:]))["device"] for command in served[0][2]]
+    devices = [engine_options(command)["device"] for command in served[0][2]]
     assert devices == ["cuda:0", "cuda:1"]
 
 
@@ -103,14 +111,14 @@ def test_clients_use_the_name_that_was_asked_for(served, tmp_path, monkeypatch, 
     monkeypatch.setattr("rose.cli.serving.resolve_model", lambda options: tmp_path)
     monkeypatch.chdir(tmp_path)
     cli.main(["serve", asked])
-    assert vars(engine_parser().parse_args(served[0][2][0][3:]))["served_name"] == name
+    assert engine_options(served[0][2][0])["served_name"] == name
 
 
 def test_a_folder_is_served_under_its_own_name(served, tmp_path, monkeypatch):
     (tmp_path / "my-model").mkdir()
     monkeypatch.chdir(tmp_path / "my-model")
     cli.main(["serve", "."])
-    assert vars(engine_parser().parse_args(served[0][2][0][3:]))["served_name"] == "my-model"
+    assert engine_options(served[0][2][0])["served_name"] == "my-model"
 
 
 def test_the_gateway_gets_its_replicas(tmp_path, monkeypatch):

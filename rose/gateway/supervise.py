@@ -20,6 +20,7 @@ from pathlib import Path
 
 import uvloop
 
+from rose.config.own_python import own_python
 from rose.config.serving import GatewayConfig, check_gateway_config
 from rose.errors import StartupError
 from rose.gateway.engine_process import EngineProcess
@@ -46,7 +47,7 @@ class EngineRefused(StartupError):
 
 def engine_command(model_folder: Path, args: Sequence[str] = ()) -> EngineCommand:
     """The engine of this installation on a model folder, with further arguments of `python -m rose.server`."""
-    return lambda address: (sys.executable, "-m", "rose.server", str(model_folder), "--address", address, *args)
+    return lambda address: (*own_python("rose.server"), str(model_folder), "--address", address, *args)
 
 
 def serve(

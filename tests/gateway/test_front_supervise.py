@@ -205,9 +205,10 @@ def test_restarts_are_bounded(text_folder, tmp_path, monkeypatch):
     assert len(pids.read_text().split()) == 3
 
 
-def test_the_command_of_a_real_engine(tmp_path):
+def test_the_command_of_a_real_engine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     made = engine_command(tmp_path, ["--device", "cuda:1"])("unix:/run/x")
     assert made == (
-        *(sys.executable, "-m", "rose.server", str(tmp_path), "--address", "unix:/run/x"),
+        *(sys.executable, "-P", "-m", "rose.server", str(tmp_path), "--address", "unix:/run/x"),
         *("--device", "cuda:1"),
     )
