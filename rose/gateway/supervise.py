@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from rose.errors import StartupError
 from rose.gateway.engine_process import EngineProcess
 from rose.gateway.facts import Reading
 from rose.gateway.run import SWITCH_INTERVAL_S, OnListening, Stop, serve_front, unless
+from rose.gateway.socket_folder import socket_folder
 
 log = logging.getLogger("rose.gateway")
 # Light-link address -> command line of the engine that is to listen there.
@@ -89,8 +89,8 @@ async def _serve(
 ) -> int:
     check_gateway_config(config)
     names = [f"engine-{i}" for i in range(len(engines))]
-    with tempfile.TemporaryDirectory(prefix="rose-") as sockets:
-        paths = [Path(sockets) / name for name in names]
+    with socket_folder() as sockets:
+        paths = [sockets / name for name in names]
         keepers = [Keeper(*each) for each in zip(engines, paths, names, strict=True)]
         config = replace(config, replicas=tuple(f"unix:{path}" for path in paths), replica_names=tuple(names))
         stop = Stop()
