@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 from rose import cli
+from rose.cli.shared import DTYPES
 from rose.hub.package import sha256_of
 from rose.server.__main__ import build_parser as engine_parser
+from rose.server.device import DTYPES as ENGINE_DTYPES
 from tests.support.tiny_checkpoints import tiny_bert
 
 PORTS = ["--http", "0", "--grpc", "off"]
@@ -108,7 +110,7 @@ def test_one_engine_a_device(served, tmp_path):
 
 @pytest.mark.parametrize(("asked", "name"), [("minilm", "minilm"), ("acme/embedder", "acme/embedder")])
 def test_clients_use_the_name_that_was_asked_for(served, tmp_path, monkeypatch, asked, name):
-    monkeypatch.setattr("rose.cli.serving.resolve_model", lambda options: tmp_path)
+    monkeypatch.setattr("rose.cli.serving.find_model", lambda name, cache: tmp_path)
     monkeypatch.chdir(tmp_path)
     cli.main(["serve", asked])
     assert engine_options(served[0][2][0])["served_name"] == name
@@ -148,10 +150,19 @@ def test_the_folder_is_read_alike_by_whoever_reads_it(command, target, tmp_path,
     assert seen == [{"pooling": "cls", "causal": True, "task": "rerank", "template": "qwen3"}]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [(["--dtype", "float99"], "argument --dtype: invalid choice"), (["--backend", "none-such"], "none-such")],
-)
+@pytest.mark.parametrize("command", [["serve", "x"], ["embed", "x"], ["rerank", "x", "y"], ["generate", "x", "y"]])
+def test_an_unknown_dtype_is_found_before_anything_is_started(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "--dtype", "fp7"])
+    assert ended.value.code == 2
+    assert "argument --dtype: invalid choice: 'fp7' (choose from" in capsys.readouterr().err
+
+
+def test_the_dtypes_are_those_of_the_engine():
+    assert ("auto", *ENGINE_DTYPES) == DTYPES
+
+
+@pytest.mark.parametrize(("options", "words"), [(["--backend", "none-such"], "none-such")])
 def test_what_an_engine_refuses_is_said_last_and_no_address_before(options, words, tmp_path):
     folder = tiny_bert(tmp_path / "m")
     process = subprocess.run(
