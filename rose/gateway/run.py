@@ -125,7 +125,7 @@ async def serve_front(
             _say_draining(front.lifecycle.in_flight, config.drain_seconds)
             idle = await unless(stop.force, _idle(front, config.drain_seconds))
             if not idle:
-                log.warning("%d requests cut off", front.lifecycle.in_flight)
+                log.warning("%s cut off", _requests(front.lifecycle.in_flight))
         finally:
             if announcing is not None:
                 announcing.cancel()
@@ -144,9 +144,12 @@ async def _announce(front: Front, on_ready: OnListening | None, listening: Liste
 
 
 def _say_draining(in_flight: int, most_s: float) -> None:
-    count = "1 request" if in_flight == 1 else f"{in_flight} requests"
     more = f"; press Ctrl-C again to cut off what is left (at most {most_s:g} s)" if in_flight else ""
-    log.info("draining: %s in flight%s", count, more)
+    log.info("draining: %s in flight%s", _requests(in_flight), more)
+
+
+def _requests(count: int) -> str:
+    return "1 request" if count == 1 else f"{count} requests"
 
 
 async def _idle(front: Front, timeout_s: float) -> bool:
