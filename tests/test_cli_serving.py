@@ -9,13 +9,17 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rose import cli
+from rose.cli.shared import DTYPES
 from rose.hub.package import sha256_of
 from rose.server.__main__ import build_parser as engine_parser
+from rose.server.device import DTYPES as ENGINE_DTYPES
 from tests.support.tiny_checkpoints import tiny_bert
 
 PORTS = ["--http", "0", "--grpc", "off"]
@@ -60,6 +64,13 @@ def test_a_carrier_can_be_left_out(served, tmp_path):
     assert (served[0][1].http_port, served[0][1].grpc_port) == (None, 0)
 
 
+def engine_options(command: Sequence[str]) -> dict[str, Any]:
+    """What the engine's own parser reads in the command line that starts it."""
+    module = command.index("rose.server")
+    assert command[module - 1] == "-m"
+    return vars(engine_parser().parse_args(command[module + 1 :]))
+
+
 def test_the_engine_understands_every_option_it_is_handed(served, tmp_path):
     """The engine's own parser reads the command line that `rose serve` makes."""
     numbers = {"online-tokens": 11, "bulk-tokens": 12, "max-sequences": 13, "max-tokens": 14}
@@ -72,8 +83,7 @@ def test_the_engine_understands_every_option_it_is_handed(served, tmp_path):
     options += ["--no-prefix-cache"]
     cli.main(["serve", str(tmp_path), "--device", "cpu", "--name", "mine", *options])
     (command,) = served[0][2]
-    assert command[1:3] == ["-m", "rose.server"]
-    read = vars(engine_parser().parse_args(command[3:]))
+    read = engine_options(command)
     assert {name: read[name.replace("-", "_")] for name in numbers} == numbers
     assert (read["dtype"], read["backend"], read["pooling"], read["causal"]) == (
         "bfloat16",
@@ -88,29 +98,29 @@ def test_the_engine_understands_every_option_it_is_handed(served, tmp_path):
 
 def test_what_is_not_given_is_left_to_the_engine(served, tmp_path):
     cli.main(["serve", str(tmp_path)])
-    read = vars(engine_parser().parse_args(served[0][2][0][3:]))
+    read = engine_options(served[0][2][0])
     assert set(read) <= {"model_folder", "address", "device", "served_name", "log_level", "warm_up"}
 
 
 def test_one_engine_a_device(served, tmp_path):
     cli.main(["serve", str(tmp_path), "--device", "cuda:0,cuda:1"])
-    devices = [vars(engine_parser().parse_args(command[3:]))["device"] for command in served[0][2]]
+    devices = [engine_options(command)["device"] for command in served[0][2]]
     assert devices == ["cuda:0", "cuda:1"]
 
 
 @pytest.mark.parametrize(("asked", "name"), [("minilm", "minilm"), ("acme/embedder", "acme/embedder")])
 def test_clients_use_the_name_that_was_asked_for(served, tmp_path, monkeypatch, asked, name):
-    monkeypatch.setattr("rose.cli.serving.resolve_model", lambda options: tmp_path)
+    monkeypatch.setattr("rose.cli.serving.find_model", lambda name, cache: tmp_path)
     monkeypatch.chdir(tmp_path)
     cli.main(["serve", asked])
-    assert vars(engine_parser().parse_args(served[0][2][0][3:]))["served_name"] == name
+    assert engine_options(served[0][2][0])["served_name"] == name
 
 
 def test_a_folder_is_served_under_its_own_name(served, tmp_path, monkeypatch):
     (tmp_path / "my-model").mkdir()
     monkeypatch.chdir(tmp_path / "my-model")
     cli.main(["serve", "."])
-    assert vars(engine_parser().parse_args(served[0][2][0][3:]))["served_name"] == "my-model"
+    assert engine_options(served[0][2][0])["served_name"] == "my-model"
 
 
 def test_the_gateway_gets_its_replicas(tmp_path, monkeypatch):
@@ -140,10 +150,19 @@ def test_the_folder_is_read_alike_by_whoever_reads_it(command, target, tmp_path,
     assert seen == [{"pooling": "cls", "causal": True, "task": "rerank", "template": "qwen3"}]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [(["--dtype", "float99"], "argument --dtype: invalid choice"), (["--backend", "none-such"], "none-such")],
-)
+@pytest.mark.parametrize("command", [["serve", "x"], ["embed", "x"], ["rerank", "x", "y"], ["generate", "x", "y"]])
+def test_an_unknown_dtype_is_found_before_anything_is_started(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "--dtype", "fp7"])
+    assert ended.value.code == 2
+    assert "argument --dtype: invalid choice: 'fp7' (choose from" in capsys.readouterr().err
+
+
+def test_the_dtypes_are_those_of_the_engine():
+    assert ("auto", *ENGINE_DTYPES) == DTYPES
+
+
+@pytest.mark.parametrize(("options", "words"), [(["--backend", "none-such"], "none-such")])
 def test_what_an_engine_refuses_is_said_last_and_no_address_before(options, words, tmp_path):
     folder = tiny_bert(tmp_path / "m")
     process = subprocess.run(

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import IO
 
 from rose.bench.carriers import REQUEST_S
 from rose.bench.load_client import write_requests
+from rose.config.own_python import own_python
 from rose.errors import RoseError
 
 # For a client to tell its times and end, once its last request is answered or given up.
@@ -158,7 +158,7 @@ class _Client:
 @contextlib.contextmanager
 def _client(via: str, address: str, requests: Sequence[bytes], path: Path) -> Iterator[_Client]:
     write_requests(path, requests)
-    command = [sys.executable, "-m", "rose.bench.load_client", via, address, str(path)]
+    command = [*own_python("rose.bench.load_client"), via, address, str(path)]
     with path.with_suffix(".log").open("w+") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ}

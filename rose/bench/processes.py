@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rose.bench.stages import stage
+from rose.config.own_python import own_python
 from rose.errors import StartupError
 
 START_SECONDS = 180.0
@@ -56,14 +56,13 @@ def served(
         http_port, grpc_port = _free_port(), _free_port()
         log = Path(scratch) / "log"
         with log.open("wb") as sink, contextlib.ExitStack() as stack:
-            python = (sys.executable, "-m")
             served_as = ("--served-name", name)
             engine = _start(
-                stack, [*python, "rose.server", str(folder), "--address", link, *served_as, *engine_args], sink
+                stack, [*own_python("rose.server"), str(folder), "--address", link, *served_as, *engine_args], sink
             )
             ports = ("--http", str(http_port), "--grpc", str(grpc_port))
-            gateway = ("rose.cli", "gateway", str(folder), "--replica", link)
-            front = _start(stack, [*python, *gateway, *ports, *front_args], sink)
+            gateway = (*own_python("rose.cli"), "gateway", str(folder), "--replica", link)
+            front = _start(stack, [*gateway, *ports, *front_args], sink)
             with stage("server ready, with what is done meanwhile", verbose):
                 meanwhile()
                 _await_ready(f"http://127.0.0.1:{http_port}/ready", (engine, front), log)

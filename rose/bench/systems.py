@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rose.config.own_python import own_python
 from rose.errors import StartupError
 
 Vectors = npt.NDArray[np.float32]
@@ -128,9 +128,7 @@ class RoseHttp:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
         command = [
-            sys.executable,
-            "-m",
-            "rose.cli",
+            *own_python("rose.cli"),
             "serve",
             str(folder),
             "--http",

@@ -9,19 +9,19 @@ import argparse
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rose.cli.bulk.source import Source
-from rose.cli.shared import Commands, add_command, add_reading, reading
+from rose.cli.shared import Commands, add_command, add_reading, find_model, reading
 from rose.cli.verifying.gates import GATES, check
 from rose.cli.verifying.measures import measure
 from rose.cli.verifying.tokens import tokens_of
 from rose.config import ModelFolder, read_model_folder
 from rose.errors import CheckpointError, InvalidInput
-from rose.hub import Bars, resolve
 
 if TYPE_CHECKING:
     from rose.convert.calibrate import Outcome, Subject, Verdict
@@ -71,6 +71,7 @@ def add_calibrate(commands: Commands) -> None:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
+    texts = _texts(options)  # before anything is loaded for them
     from rose.convert.calibrate import Settings, calibrate, open_subject
     from rose.convert.calibrate.run import check_plain, check_settings, split
     from rose.convert.offline.source import find_source
@@ -86,11 +87,11 @@ def _calibrate(options: argparse.Namespace) -> int:
     )
     check_settings(settings)
     check({}, options.gate, options.gates)
-    path = resolve(options.model, cache=options.cache, progress=Bars())
+    path = find_model(options.model, options.cache)
     check_target(options.output, find_source(path), force=options.force or options.dry_run)
     folder = read_model_folder(path, **reading(options))
     check_plain(folder.backbone_path)
-    tokens = tokens_of(folder, _texts(options), longest=_positive("--longest", options.longest))
+    tokens = tokens_of(folder, texts, longest=_positive("--longest", options.longest))
     split(len(tokens.ids))
     subject = open_subject(folder, tokens.ids, tokens.types, device=options.device)
     shown: list[_Bar] = []
@@ -163,11 +164,10 @@ def _read_again(options: argparse.Namespace, folder: ModelFolder) -> dict[str, A
 
 def _texts(options: argparse.Namespace) -> list[str]:
     limit = _positive("--limit", options.limit)
-    texts: list[str] = []
-    for item in Source(options.data, options.in_form, options.field).items():
-        texts.append(item.text)
-        if len(texts) == limit:
-            break
+    source = Source(options.data, options.in_form, options.field)
+    texts = [item.text for item in islice(source.items(), limit)]
+    if not texts:
+        raise source.empty()
     return texts
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from rose.cli.shared import Commands, add_command
+from rose.cli.shared import Commands, add_command, find_model
 from rose.errors import CheckpointError, InvalidInput
-from rose.hub import Bars, resolve
+from rose.hub import Bars
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ def _convert(options: argparse.Namespace) -> int:
 
     if options.shard_mb < 1:
         raise InvalidInput(f"--shard-mb is {options.shard_mb}, and must be at least 1")
-    named = resolve(options.source, cache=options.cache, progress=Bars())
+    named = find_model(options.source, options.cache)
     source = find_source(named, base=_base(options, named), adapters=options.adapter)
     wishes = Wishes(
         to=options.to,
@@ -105,7 +105,7 @@ def _base(options: argparse.Namespace, named: Path) -> Path | None:
         name = named_base(named)
         if Path(name).is_absolute() and not Path(name).is_dir():
             raise CheckpointError(f"{named} is an adapter, and its base {name} is not there; name it with --base")
-    return None if name is None else resolve(name, cache=options.cache, progress=Bars())
+    return None if name is None else find_model(name, options.cache)
 
 
 def _prompt(text: str) -> tuple[str, str]:

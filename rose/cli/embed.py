@@ -52,6 +52,7 @@ def add_embed(commands: Commands) -> None:
 def _embed(options: argparse.Namespace) -> int:
     form = _form(options)
     source = source_of(options, options.id_field)
+    source.check_first()
     started = time.monotonic()
     with ExitStack() as stack:
         api = stack.enter_context(server(options))

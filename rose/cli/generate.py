@@ -20,12 +20,12 @@ from rose.cli.bulk.local import rose_server
 from rose.cli.bulk.options import served_model
 from rose.cli.events import events
 from rose.cli.intermixed import parse_intermixed
-from rose.cli.shared import Commands, add_command
+from rose.cli.shared import DTYPES, Commands, add_command, find_model
 from rose.errors import InvalidInput
-from rose.hub import Bars, resolve
 
+_TEXT = "'The river meets the sea'"
 _EXAMPLES = (
-    "rose generate smollm2 'The river meets the sea'",
+    f"rose generate smollm2 {_TEXT}",
     "rose generate smollm2 --chat 'What is the capital of France?' --temperature 0",
     "rose generate smollm2 -i",
     "rose generate --server http://127.0.0.1:8080 --chat - < question.txt",
@@ -99,11 +99,14 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--cache", type=Path, help="where pulled models are kept (default: $ROSE_CACHE, ~/.cache/rose)")
     engine = parser.add_argument_group("engine, where one is started")
     for name, (kind, text) in _ENGINE.items():
-        engine.add_argument(name, type=kind, help=text, metavar=name.rpartition("-")[2].upper())
+        choices = DTYPES if name == "--dtype" else None
+        engine.add_argument(name, type=kind, help=text, choices=choices, metavar=name.rpartition("-")[2].upper())
 
 
 def _generate(options: argparse.Namespace) -> int:
     model, prompt = _words(options)
+    if model is not None:
+        _check_sampling(options)
     with _server(options, model) as api:
         fields = {"model": served_model(api, options)[0], **_fields(options)}
         if options.interactive:
@@ -129,8 +132,11 @@ def _words(options: argparse.Namespace) -> tuple[str | None, str]:
     wanted += [] if options.interactive else ["PROMPT"]
     words: list[str] = options.words
     if len(words) != len(wanted):
-        expected = f"expected {' and '.join(wanted)}" if wanted else "expected none, since both are settled"
-        raise InvalidInput(f"{len(words)} arguments: {expected}")
+        expected = " and ".join(wanted) or "none, since both are settled"
+        where = "--server URL" if options.server else "smollm2"
+        example = f"rose generate {where} {'-i' if options.interactive else _TEXT}"
+        count = "1 argument" if len(words) == 1 else f"{len(words)} arguments"
+        raise InvalidInput(f"{count}: expected {expected}, as in {example}")
     if options.interactive and options.json:
         raise InvalidInput("--json is one answer, and -i a conversation")
     if options.system is not None and not (options.chat or options.interactive):
@@ -140,6 +146,21 @@ def _words(options: argparse.Namespace) -> tuple[str | None, str]:
     model = None if options.server else words[0]
     prompt = "" if options.interactive else words[-1]
     return model, sys.stdin.read() if prompt == "-" else prompt
+
+
+def _check_sampling(options: argparse.Namespace) -> None:
+    """What a server would say of the options, before one is started for them. Raises InvalidInput."""
+    from rose.gateway.sampling import SamplingOptions
+
+    if options.max_tokens < 1:
+        raise InvalidInput(f"--max-tokens of {options.max_tokens}: expected 1 or more")
+    given = {name: value for name in _PASSED_ON if (value := getattr(options, name)) is not None}
+    given["min_new_tokens"] = given.pop("min_tokens", 0)
+    if given.get("top_k") == -1:  # all, as 0
+        del given["top_k"]
+    names = {name: f"--{name.replace('_', '-')}" for name in _PASSED_ON}
+    names |= {"max_new_tokens": "--max-tokens", "min_new_tokens": "--min-tokens"}
+    SamplingOptions(max_new_tokens=options.max_tokens, names=names, **given).check(vocab_size=0)
 
 
 @contextlib.contextmanager
@@ -161,7 +182,7 @@ def _server(options: argparse.Namespace, model: str | None) -> Iterator[Api]:
 
 
 def _command(options: argparse.Namespace, model: str) -> list[str]:
-    folder = resolve(model, cache=options.cache, progress=Bars())
+    folder = find_model(model, options.cache)
     name = folder.resolve().name if Path(model).is_dir() else model
     arguments = ["serve", str(folder), "--name", name, "--task", "generate"]
     for option in _ENGINE:

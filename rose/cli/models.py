@@ -9,7 +9,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from rose.cli.shared import Commands, add_command, add_model, add_reading, reading, resolve_model
+from rose.cli.shared import Commands, add_command, add_model, add_reading, find_model, reading, resolve_model
 
 if TYPE_CHECKING:
     from rose.config import ModelFolder
@@ -63,7 +63,7 @@ def _info(options: argparse.Namespace) -> int:
         return 0
     from rose.config import read_model_folder
 
-    _print_facts(_folder_facts(read_model_folder(resolve_model(options), **reading(options))))
+    _print_facts(_folder_facts(read_model_folder(find_model(options.model, options.cache), **reading(options))))
     return 0
 
 

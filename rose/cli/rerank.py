@@ -100,6 +100,7 @@ def _rerank(options: argparse.Namespace) -> int:
     if not options.query:
         raise InvalidInput("the query is empty")
     source = source_of(options)
+    source.check_first()
     with server(options) as api:
         model, rose = served_model(api, options)
         fields = _fields(options, model, rose)
@@ -144,7 +145,7 @@ def _scored(api: Api, source: Source, fields: dict[str, Any]) -> list[_Scored]:
         pairs = enumerate(zip(items, scores, strict=True), start)
         found += [_Scored(score, index, item, method) for index, (item, score) in pairs]
     if not found:
-        raise InvalidInput(f"{source.name}: there is no text in it")
+        raise source.empty()
     return found
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rose.cli.shared import Commands, add_command, add_model, add_reading, reading, resolve_model
+from rose.cli.shared import DTYPES, Commands, add_command, add_model, add_reading, find_model, reading, resolve_model
 from rose.errors import StartupError
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ def add_serve(commands: Commands) -> None:
     )
     add_reading(engine)
     for name, text in _ENGINE_MODEL.items():
-        engine.add_argument(name, help=text)
+        choices = DTYPES if name == "--dtype" else None
+        engine.add_argument(name, help=text, choices=choices, metavar=name.removeprefix("--").upper())
     for name, text in _ENGINE_LIMITS.items():
         engine.add_argument(name, type=int, help=text, metavar=name.rpartition("-")[2].upper())
     engine.add_argument("--no-profile", action="store_true", help="use no profile: defaults only")
@@ -139,7 +140,7 @@ def _serve(options: argparse.Namespace) -> int:
     from rose.gateway.supervise import engine_command, serve
 
     _log_to_stderr(options.log_level)
-    folder = resolve_model(options)
+    folder = find_model(options.model, options.cache)
     engines = [engine_command(folder, _engine_arguments(options, device)) for device in options.device]
     return serve(folder, _front_config(options, ()), engines, reading=reading(options), on_ready=_announce)
 

@@ -10,11 +10,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from rose.hub import DEFAULT_MODEL, Bars, resolve
+from rose.errors import CheckpointError
+from rose.hub import CATALOG, DEFAULT_MODEL, Bars, resolve
 
 # argparse gives this type no public name, and it is generic for type checkers only.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Command = Callable[[argparse.Namespace], int]
+# What an engine's --dtype may be; rose.server.device has the same, which is not imported here: it loads torch.
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def add_command(
@@ -68,5 +71,27 @@ def reading(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def find_model(name: str, cache: Path | None) -> Path:
+    """The folder of a model that is to be run or read; pulled first where it is not here yet.
+
+    Raises:
+        CheckpointError: it is a tokenizer without a model.
+        PullError: as `rose.hub.resolve`.
+    """
+    known = CATALOG.get(name)
+    folder = None if known is not None and known.is_tokenizer else resolve(name, cache=cache, progress=Bars())
+    if folder is None or _is_tokenizer(folder):
+        raise CheckpointError(
+            f"{name} is a tokenizer only, without a model; rose pull --list tells which names have one"
+        )
+    return folder
+
+
+def _is_tokenizer(folder: Path) -> bool:
+    described = any((folder / name).exists() for name in ("config.json", "modules.json", "adapter_config.json"))
+    return (folder / "tokenizer.json").exists() and not described
+
+
 def resolve_model(options: argparse.Namespace) -> Path:
+    """The folder of `add_model`'s options, a tokenizer's as well."""
     return resolve(options.model, cache=options.cache, progress=Bars())

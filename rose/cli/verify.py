@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 
 from rose.cli.bulk.source import Source
-from rose.cli.shared import Commands, add_command
+from rose.cli.shared import Commands, add_command, find_model
 from rose.cli.verifying.answers import Answers, answers_of, digest, load_golden, save_golden
 from rose.cli.verifying.gates import GATES, check, gate_for
 from rose.cli.verifying.measures import cosines, measure
 from rose.cli.verifying.ndcg import ndcg_at_10, read_judgements
 from rose.config import read_model_folder
 from rose.errors import InvalidInput
-from rose.hub import Bars, resolve
 
 _EXAMPLES = (
     "rose verify ./my-llm-embedder ./my-llm-embedder-bf16 --data texts.txt",
@@ -181,7 +180,7 @@ def _answers(
 ) -> Answers:
     if name.endswith(".npz"):
         return load_golden(Path(name))
-    folder = resolve(name, cache=options.cache, progress=Bars())
+    folder = find_model(name, options.cache)
     if prompt is not None and prompt not in read_model_folder(folder).prompts:
         prompt = None
     return answers_of(folder, texts, device=options.device, dtype=dtype, prompt=prompt)

@@ -1,7 +1,7 @@
 """The front process ("Ivy"): text in, vectors, scores and text out, over HTTP and gRPC; free of torch.
 
     run.py                 a front alone: listen, drain at SIGTERM
-    supervise.py           a front and its engine processes as one thing
+    supervise.py           a front and its engine processes as one thing; socket_folder.py where their sockets lie
     engine_process.py      one engine process as a child
     front.py, carriers.py  the parts put together; the listeners around them
     lifecycle.py           takes requests or drains; how many are open

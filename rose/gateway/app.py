@@ -181,6 +181,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         reply = http_errors.reply(405, "method_not_allowed", f"{request.method} is not a method of {request.url.path}")
     else:
-        reply = http_errors.reply(error.status_code, "unknown_route", f"there is no {request.url.path} here")
+        told = f"there is no {request.url.path} here; GET /docs shows what there is"
+        reply = http_errors.reply(error.status_code, "unknown_route", told)
     headers = dict(error.headers or {})
     return Response(reply.body, reply.status, headers, media_type="application/json")

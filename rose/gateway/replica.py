@@ -27,6 +27,7 @@ REFUSED_RETRY_S = 5.0
 WATCH_S = 0.5
 # A CPU engine may compute a long batch for tens of seconds without looking at its sockets, and is healthy.
 SILENCE_S = 60.0
+_LOADING = "it is loading"
 
 
 class ConnectionLost(Unavailable):
@@ -38,7 +39,7 @@ class Replica:
 
     Args:
         check_card: raises RoseError where this front must not use the replica.
-        name: what the public hears of it; its address if empty.
+        name: what the public hears of it, where it was started with this front; its address if empty.
         silence_s: after so long without an answer the connection is given up, and its parts go elsewhere.
         spin_s: see `AsyncClient.connect`.
 
@@ -69,6 +70,7 @@ class Replica:
         self._client: AsyncClient | None = None
         self._why = "connecting"
         self._was_ready = False
+        self._closed = False
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -93,6 +95,7 @@ class Replica:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait([self._watcher])
+        self._closed = True
         self._why = "closed"
         await self._drop()
 
@@ -108,7 +111,7 @@ class Replica:
         """Raises RoseError as AsyncClient.embed does; ConnectionLost where the connection broke meanwhile."""
         client = self._client
         if client is None:
-            raise Unavailable(f"{self.name}: {self.reason}")
+            raise self._away()
         self.outstanding_tokens += part.tokens
         self.outstanding_parts += 1
         try:
@@ -119,7 +122,7 @@ class Replica:
             return EmbedResult.from_message(await client.embed_message(request, deadline_s=deadline_s))
         except Unavailable as error:
             if not client.connected:
-                raise ConnectionLost(f"{self.name}: {self.reason}") from None
+                raise self._lost() from None
             raise self._public(error) from None
         except RoseError as error:
             raise self._public(error) from None
@@ -141,7 +144,7 @@ class Replica:
         """
         client = self._client
         if client is None:
-            raise Unavailable(f"{self.name}: {self.reason}")
+            raise self._away()
         counted = count_tokens(request) + expected_tokens
         self.outstanding_tokens += counted
         self.outstanding_parts += 1
@@ -154,7 +157,7 @@ class Replica:
                     yield chunk
         except Unavailable as error:
             if not client.connected:
-                raise ConnectionLost(f"{self.name}: {self.reason}") from None
+                raise self._lost() from None
             raise self._public(error) from None
         except RoseError as error:
             raise self._public(error) from None
@@ -167,6 +170,15 @@ class Replica:
         if self._client is not None:
             with contextlib.suppress(RoseError):
                 self.stats = await self._client.stats(deadline_s=timeout_s)
+
+    def _away(self) -> Unavailable:
+        if self._closed:
+            return Unavailable("the server shut down before this was answered", retry_after_s=1.0)
+        return Unavailable(f"{self.name}: {self.reason}")
+
+    def _lost(self) -> Unavailable:
+        """What a request is told whose connection has gone. That of a front that ends was not lost: it was let go."""
+        return self._away() if self._closed else ConnectionLost(f"{self.name}: {self.reason}")
 
     def _public(self, error: RoseError) -> RoseError:
         """The error with the replica's name for its address."""
@@ -200,8 +212,9 @@ class Replica:
         try:
             self._client = await AsyncClient.connect(self.address, reconnect=False, spin_s=self._spin_s)
         except Unavailable as error:
-            raise Unavailable(_why_not(error)) from None
-        self._say("connected, no model card yet: it is loading")
+            own = self.name != self.address and not self._was_ready
+            raise Unavailable(_why_not(error, starting=own)) from None
+        self._say(f"connected, no model card yet: {_LOADING}")
         try:
             card = await self._client.info(deadline_s=self._silence_s)
         except DeadlineExceeded:
@@ -231,10 +244,13 @@ class Replica:
         """Note why it is not ready, or with "" that it is, and log what is new."""
         if why == self._why:
             return
-        self._why = why
-        if why:
-            # That it loads before it was ever ready is nothing to warn of.
-            starting = not self._was_ready and "loading" in why
+        before, self._why = self._why, why
+        # That it loads before it was ever ready is nothing to warn of.
+        starting = not self._was_ready and "loading" in why
+        if starting and why.endswith(_LOADING):
+            if not before.endswith(_LOADING):
+                log.info("replica %s is loading", self.name)
+        elif why:
             log.log(logging.INFO if starting else logging.WARNING, "replica %s is not ready: %s", self.name, why)
         else:
             self._was_ready = True
@@ -247,9 +263,16 @@ class Replica:
             await client.close()
 
 
-def _why_not(error: Unavailable) -> str:
-    """Why a connection could not be made, without the address, which the reader of it has."""
+def _why_not(error: Unavailable, *, starting: bool) -> str:
+    """Why a connection could not be made, without the address, which the reader of it has.
+
+    Args:
+        starting: it was started with this front: its socket is there once it has loaded, and its end is noticed by
+            whoever started it.
+    """
     cause = error.__context__
+    if starting and isinstance(cause, FileNotFoundError):
+        return _LOADING
     if isinstance(cause, FileNotFoundError | ConnectionRefusedError):
         return f"nothing listens there, it is loading or gone ({cause.strerror or cause})"
     return f"cannot connect: {cause}" if isinstance(cause, OSError) and str(cause) else "cannot connect in time"

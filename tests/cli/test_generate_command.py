@@ -13,7 +13,7 @@ import time
 import pytest
 
 from rose import cli
-from rose.errors import NonFinite
+from rose.errors import NonFinite, StartupError
 from tests.gateway.generating import ANSWER, generating_front, make_folder, wait_for
 
 
@@ -157,7 +157,7 @@ def test_a_message_that_is_refused_does_not_end_the_conversation(tiny, monkeypat
     [
         (["a", "b"], "2 arguments: expected PROMPT"),
         ([], "0 arguments: expected PROMPT"),
-        (["-i", "x"], "1 arguments: expected none"),
+        (["-i", "x"], "1 argument: expected none, since both are settled, as in rose generate --server URL -i"),
         (["-i", "--json"], "--json is one answer"),
         (["x", "--system", "y"], "--system is part of a chat"),
         (["x", "--no-thinking"], "--no-thinking is for the chat template"),
@@ -173,7 +173,49 @@ def test_wrong_usage(tiny, capsys, arguments, words):
 
 def test_without_a_server_the_model_is_named(capsys):
     assert cli.main(["generate", "only one"]) == 2
-    assert "1 arguments: expected MODEL and PROMPT" in capsys.readouterr().err
+    expected = "rose: 1 argument: expected MODEL and PROMPT, as in rose generate smollm2 'The river meets the sea'\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--temperature", "-1"], "--temperature of -1.0: expected 0 or more"),
+        (["--top-p", "1.5"], "--top-p of 1.5: expected more than 0"),
+        (["--top-k", "-2"], "--top-k of -2: expected 0 (all)"),
+        (["--min-p", "2"], "--min-p of 2.0: expected between 0 and 1"),
+        (["--max-tokens", "0"], "--max-tokens of 0: expected 1 or more"),
+        (["--min-tokens", "9", "--max-tokens", "8"], "--min-tokens of 9: expected 0 to --max-tokens (8)"),
+        (["--seed", "-1"], "--seed of -1: expected 0 to"),
+        (["--stop", ""], "a stop string is empty"),
+    ],
+)
+def test_options_are_checked_before_a_server_is_started(monkeypatch, capsys, arguments, words):
+    monkeypatch.setattr("rose.cli.generate.rose_server", lambda command: pytest.fail("it was started"))
+    assert cli.main(["generate", "tiny", "x", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_options_that_a_server_takes_start_one(monkeypatch, tmp_path):
+    def started(command):
+        raise StartupError("it was started")
+
+    monkeypatch.setattr("rose.cli.generate.rose_server", started)
+    arguments = [
+        "--temperature",
+        "0",
+        "--top-k",
+        "-1",
+        "--top-p",
+        "0.5",
+        "--min-p",
+        "0.1",
+        "--seed",
+        "3",
+        "--stop",
+        "a",
+    ]
+    assert cli.main(["generate", str(tmp_path), "x", *arguments, "--min-tokens", "4", "--max-tokens", "4"]) == 2
 
 
 def test_failures(tiny, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 
 import pytest
 
@@ -163,6 +164,19 @@ def test_open_streams_are_finished_while_draining(folder):
         assert refused.headers["connection"] == "close"
         reader.join(20)
         assert events(got[0].text)[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_stream_that_is_cut_off_by_the_end_of_the_server_says_so(folder):
+    with generating_front(folder) as tiny:
+        tiny.engine.hang_after = 2
+        got = []
+        reader = threading.Thread(target=lambda: got.append(tiny.complete(stream=True)))
+        reader.start()
+        wait_for(lambda: len(tiny.engine.generated) == 1)
+        time.sleep(0.1)  # two chunks are out
+        asyncio.run_coroutine_threadsafe(tiny.live.front.pool.__aexit__(None, None, None), tiny.live.loop).result(10)
+        reader.join(20)
+        assert whole_events(got[0].text)[-1]["error"]["message"] == "the server shut down before this was answered"
 
 
 def test_a_slow_reader_holds_up_nobody(tiny):

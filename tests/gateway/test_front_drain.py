@@ -106,6 +106,8 @@ def test_a_second_signal_does_not_wait(text_folder, tmp_path):
         assert front.wait(10) == 1
         assert time.monotonic() - started < 5
         assert request.exception(10) is not None or request.result().status_code >= 500
+        said = "draining: 1 request in flight; press Ctrl-C again to cut off what is left (at most 30 s)"
+        assert said in front.stderr.read()
 
 
 def test_a_drain_ends_at_its_limit(text_folder, tmp_path):

@@ -174,6 +174,8 @@ def test_unknown_models(shared, model):
 
 def test_routes_and_methods_that_do_not_exist(shared):
     error_of(shared.client.get("/nowhere"), 404, "unknown_route")
+    root = error_of(shared.client.get("/"), 404, "unknown_route")
+    assert root["message"] == "there is no / here; GET /docs shows what there is"
     error_of(shared.client.post("/v1/nowhere", json={}), 404, "unknown_route")
     for path in ("/v1/embeddings", "/embeddings", "/v1/rerank", "/rerank", "/v1/score", "/score"):
         response = shared.client.get(path)

@@ -17,6 +17,7 @@ from rose.gateway.metrics import Metrics
 from rose.gateway.replica import Replica
 from rose.gateway.replicas import ReplicaPool
 from tests.gateway.conftest import card_for, live_front
+from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.processes import running, wait_for
 from tests.gateway.test_front_replicas import check_rows, pool_over, sequences_of, soon, until
 
@@ -113,6 +114,37 @@ def test_work_of_a_silent_engine_is_done_by_another(text_folder, tmp_path):
         asyncio.run(run())
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_a_front_that_ends_cuts_off_was_not_lost(text_folder, tmp_path, replicas):
+    async def run():
+        async with pool_over(text_folder, tmp_path, *[card_for(text_folder)] * replicas) as (pool, engines):
+            for engine in engines:
+                engine.delay_s = 60.0
+            request = asyncio.create_task(pool.embed(sequences_of(5), deadline=soon()))
+            await until(lambda: any(engine.seen for engine in engines))
+            await pool.__aexit__(None, None, None)
+            with pytest.raises(Unavailable, match=r"^the server shut down before this was answered$") as told:
+                await request
+            assert told.value.retry_after_s
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_was_started_with_the_front_is_said_to_load(text_folder, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "rose.gateway")
+
+    async def run():
+        path = tmp_path / "engine"
+        async with ReplicaPool([f"unix:{path}"], lambda *_: None, Metrics(), names=["engine-3"]) as pool:
+            await until(lambda: pool.replicas[0].reason == "it is loading")
+            async with FakeEngine(str(path), card_for(text_folder)):
+                await until(lambda: pool.ready)
+
+    asyncio.run(run())
+    said = [record.getMessage() for record in caplog.records if "engine-3" in record.getMessage()]
+    assert said[:2] == ["replica engine-3 is loading", "replica engine-3 is ready"]
+
+
 def test_every_change_is_logged_once_with_its_reason(text_folder, tmp_path, caplog):
     caplog.set_level(logging.INFO, "rose.gateway")
     engine = {"folder": str(text_folder), "pids": str(tmp_path / "pids"), "address": f"unix:{tmp_path}/engine"}
@@ -136,7 +168,7 @@ def test_every_change_is_logged_once_with_its_reason(text_folder, tmp_path, capl
     reset = "replica engine-7 is not ready: connection to engine-7 lost: [Errno 104] Connection reset by peer"
     messages[3] = messages[3].replace(reset, "replica engine-7 is not ready: connection lost")
     assert messages == [
-        "replica engine-7 is not ready: connected, no model card yet: it is loading",
+        "replica engine-7 is loading",
         "replica engine-7 is ready",
         "replica engine-7 serves tiny/embedder on cpu",
         "replica engine-7 is not ready: connection lost",

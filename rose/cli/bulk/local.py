@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from rose.cli.bulk.api import Api
+from rose.config.own_python import own_python
 from rose.errors import RoseError, StartupError, Unavailable
 
 START_S = 600.0  # a large checkpoint from a slow disk
@@ -40,7 +41,7 @@ def rose_server(arguments: Sequence[str]) -> Iterator[str]:
     Raises:
         StartupError: it ended before it was ready; its own output says why.
     """
-    command = [sys.executable, "-m", "rose.cli", *arguments, "--http", "0", "--log-level", "warning"]
+    command = [*own_python("rose.cli"), *arguments, "--http", "0", "--log-level", "warning"]
     launch = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *command]
     # In a session of its own: Ctrl-C is this command's to handle.
     with subprocess.Popen(launch, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:

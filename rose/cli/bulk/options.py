@@ -14,6 +14,7 @@ from pathlib import Path
 from rose.cli.bulk.api import Api
 from rose.cli.bulk.local import rose_server
 from rose.cli.bulk.source import Source
+from rose.cli.shared import DTYPES, find_model
 from rose.errors import InvalidInput
 from rose.hub import DEFAULT_MODEL, Bars, resolve
 
@@ -53,7 +54,8 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--truncate", action="store_true", help="cut texts that are too long, instead of refusing them")
     engine = parser.add_argument_group("engine, where one is started")
     for name, (kind, text) in _ENGINE.items():
-        engine.add_argument(name, type=kind, help=text, metavar=name.rpartition("-")[2].upper())
+        choices = DTYPES if name == "--dtype" else None
+        engine.add_argument(name, type=kind, help=text, choices=choices, metavar=name.rpartition("-")[2].upper())
 
 
 def source_of(options: argparse.Namespace, id_field: str | None = None) -> Source:
@@ -101,9 +103,10 @@ def served_model(api: Api, options: argparse.Namespace) -> tuple[str, bool]:
 
 def _command(options: argparse.Namespace) -> list[str]:
     model = options.model or DEFAULT_MODEL
-    folder = resolve(model, cache=options.cache, progress=Bars())
-    if options.server is not None:
-        return ["gateway", str(folder), "--replica", options.server]
+    if options.server is not None:  # a front needs no more than the tokenizer
+        tokenizer = resolve(model, cache=options.cache, progress=Bars())
+        return ["gateway", str(tokenizer), "--replica", options.server]
+    folder = find_model(model, options.cache)
     arguments = ["serve", str(folder), "--name", folder.resolve().name if Path(model).is_dir() else model]
     for name in _ENGINE:
         if (value := _given(options, name)) is not None:

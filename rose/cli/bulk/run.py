@@ -118,7 +118,7 @@ def embed_all(source: Source, ask: Ask, form: Form, sink: Sink, advance: Advance
         sink.append(data, Done(rows, 0, digest.value(), tokens))
         advance(rows, tokens)
     if rows == 0:
-        raise InvalidInput(f"{source.name}: there is no text in it")
+        raise source.empty()
     return prompt
 
 

@@ -78,6 +78,18 @@ class Source:
                 last = chunk[-1:]
         return lines + (last != b"\n")
 
+    def check_first(self) -> None:
+        """Read the first text of a file, so that a wrong file is found before a model is loaded for it.
+
+        Raises:
+            InvalidInput: there is none, or it cannot be read. Of standard input only whoever embeds it knows.
+        """
+        if not self.is_stdin and next(self.items(), None) is None:
+            raise self.empty()
+
+    def empty(self) -> InvalidInput:
+        return InvalidInput(f"{'standard input' if self.is_stdin else self.name}: there is no text in it")
+
     def items(self) -> Iterator[Item]:
         """Raises InvalidInput, when it gets there, for what is no text or an empty one."""
         for item in self._rows() if self.form == "parquet" else self._lines():
