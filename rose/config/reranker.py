@@ -100,7 +100,8 @@ def read_reranker(
     Args:
         logit_score: of modules.json, or None.
         name: of the folder; "Qwen3-Reranker" in it stands for the files that its first revisions lack.
-        task: settles what the folder is for; only "rerank" makes a reranker of it. How a pair is written it leaves open.
+        task: settles what the folder is for; only "rerank" makes a reranker of it. How a pair is written is
+            another matter.
         template: "qwen3" or "none" settles how a pair is written.
 
     Raises:
