@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 
 import openai
 import pytest
 
 from rose.errors import CheckpointError, NonFinite
+from rose.gateway.generate_request import _NOTHING
 from tests.gateway import openai_generation_check
 from tests.gateway.conftest import live_front
 from tests.gateway.fake_generator import FakeGenerator, generator_card
@@ -225,6 +227,18 @@ def test_fields_that_change_nothing_are_taken(tiny):
         "chat_template_kwargs": None, "add_generation_prompt": None, "reasoning_effort": None,
     }  # fmt: skip
     assert tiny.chat(**fields).status_code == 200
+
+
+def test_the_documentation_lists_what_changes_nothing():
+    page = Path(__file__).parents[2] / "docs/http_api.md"
+    rows = [
+        line for line in page.read_text(encoding="utf-8").split("**Not served**")[1].splitlines() if line[:1] == "|"
+    ]
+    for name, values in _NOTHING.items():
+        (row,) = [row for row in rows if f"`{name}`" in row.split("|")[1]]
+        taken = row.split("|")[2]
+        assert all(json.dumps(value) in taken for value in values), row
+        assert values or taken.strip() == "nothing", row
 
 
 def test_a_failure_in_the_middle_reaches_openai_clients(tiny):
