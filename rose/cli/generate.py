@@ -143,7 +143,7 @@ def _words(options: argparse.Namespace) -> tuple[str | None, str]:
 
 
 def _standard_input() -> str:
-    """All of it but one line end behind the last line: editors and `echo` put it there, small models stumble over it."""
+    """All but the line end behind the last line: editors and `echo` put it there, small models stumble over it."""
     text = sys.stdin.read()
     return text.removesuffix("\n")
 
