@@ -1,4 +1,7 @@
-"""Whether a backend can serve, in words: the package, the device and the shape, cheapest question first.
+"""Whether a backend can serve, in words: the package, the device and the shape.
+
+What the spec itself answers comes first: whose batches, then the kind of device, then dtype and heads. On a CPU a dtype
+would be the wrong thing to blame, since no other one helps there. What the machine must be asked comes after that.
 
 Knows version numbers and device capabilities; imports no backend.
 """
@@ -32,7 +35,7 @@ def package_reason(distribution: str, minimum: tuple[int, ...], why: str) -> str
 def device_reason(spec: AttentionSpec, least: tuple[int, int], below: tuple[int, int] | None = None) -> str | None:
     """None if the device is CUDA with compute capability in [least, below), else the reason."""
     if spec.device.type != "cuda":
-        return f"needs a CUDA device, this is {spec.device.type}"
+        return _kind_reason(spec)
     if not torch.cuda.is_available():
         return "needs a CUDA device, torch sees none"
     capability = torch.cuda.get_device_capability(spec.device)
@@ -45,7 +48,7 @@ def device_reason(spec: AttentionSpec, least: tuple[int, int], below: tuple[int,
 def shape_reason(
     spec: AttentionSpec, head_dims: Collection[int], dtypes: Collection[torch.dtype] = (torch.bfloat16, torch.float16)
 ) -> str | None:
-    """None if dtype, layout, heads and head dim are among those served, else the reason."""
+    """None if layout, kind of device (CUDA), dtype, heads and head dim are among those served, else the reason."""
     if spec.layout != "ragged":
         return f"serves ragged batches only, not {spec.layout} ones"
     return _heads_reason(spec, head_dims, dtypes)
@@ -63,6 +66,8 @@ def paged_reason(
 
 
 def _heads_reason(spec: AttentionSpec, head_dims: Collection[int], dtypes: Collection[torch.dtype]) -> str | None:
+    if spec.device.type != "cuda":
+        return _kind_reason(spec)
     if spec.dtype not in dtypes:
         return f"serves {' and '.join(str(d).removeprefix('torch.') for d in dtypes)}, not {spec.dtype}"
     if spec.head_dim not in head_dims:
@@ -70,3 +75,7 @@ def _heads_reason(spec: AttentionSpec, head_dims: Collection[int], dtypes: Colle
     if spec.num_kv_heads < 1 or spec.num_heads % spec.num_kv_heads:
         return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} key/value heads evenly"
     return None
+
+
+def _kind_reason(spec: AttentionSpec) -> str:
+    return f"needs a CUDA device, this is {spec.device.type}"

@@ -52,12 +52,7 @@ class TritonShort:
         self._attend: Any = None
 
     def supports(self, spec: AttentionSpec) -> str | None:
-        if spec.max_length is None or spec.max_length > LONGEST:
-            longest = "of any length" if spec.max_length is None else f"up to {spec.max_length}"
-            return f"serves sequences of at most {LONGEST} tokens, asked for {longest}"
-        if spec.window is not None and spec.window < LONGEST - 1:
-            return f"has no sliding window, asked for one of {spec.window}"
-        reason = shape_reason(spec, HEAD_DIMS) or device_reason(spec, (8, 0))
+        reason = shape_reason(spec, HEAD_DIMS) or _length_reason(spec) or device_reason(spec, (8, 0))
         if reason is not None:
             return reason
         try:
@@ -100,3 +95,12 @@ class TritonShort:
         if self._attend is None:
             self._attend = importlib.import_module("rose.kernels.short_attention").short_attention
         return self._attend
+
+
+def _length_reason(spec: AttentionSpec) -> str | None:
+    if spec.max_length is None or spec.max_length > LONGEST:
+        longest = "of any length" if spec.max_length is None else f"up to {spec.max_length}"
+        return f"serves sequences of at most {LONGEST} tokens, asked for {longest}"
+    if spec.window is not None and spec.window < LONGEST - 1:
+        return f"has no sliding window, asked for one of {spec.window}"
+    return None

@@ -25,9 +25,9 @@ from rose.errors import InvalidInput
 
 _TEXT = "'The river meets the sea'"
 _EXAMPLES = (
-    f"rose generate smollm2 {_TEXT}",
+    f"rose generate smollm2 {_TEXT} --max-tokens 12 --temperature 0",
     "rose generate smollm2 --chat 'What is the capital of France?' --temperature 0",
-    "rose generate smollm2 -i",
+    "rose generate smollm2 -i --temperature 0",
     "rose generate --server http://127.0.0.1:8080 --chat - < question.txt",
 )
 MAX_TOKENS = 256
@@ -145,7 +145,13 @@ def _words(options: argparse.Namespace) -> tuple[str | None, str]:
         raise InvalidInput("--no-thinking is for the chat template: add --chat")
     model = None if options.server else words[0]
     prompt = "" if options.interactive else words[-1]
-    return model, sys.stdin.read() if prompt == "-" else prompt
+    return model, _standard_input() if prompt == "-" else prompt
+
+
+def _standard_input() -> str:
+    """All but the line end behind the last line: editors and `echo` put it there, small models stumble over it."""
+    text = sys.stdin.read()
+    return text.removesuffix("\n")
 
 
 def _check_sampling(options: argparse.Namespace) -> None:

@@ -31,7 +31,11 @@ _PIECES = (QWEN3_PREFIX, "<Instruct>: ", "\n<Query>: ", "\n<Document>: ", QWEN3_
 _MARKERS = {"<Instruct>: ", "<Query>: ", "<Document>: "}
 _MARKER = re.compile(r"<[A-Za-z]\w*>: ")
 _ACTIVATIONS: dict[str, Literal["sigmoid", "none"]] = {"Sigmoid": "sigmoid", "Identity": "none"}
-_SETTLE_TEMPLATE = "settle it with --rerank-template qwen3 (Qwen3-Reranker's prompt) or none (the tokenizer's own pair)"
+# Sources that are no file.
+CALLER = "the caller's choice"
+_NAME = "the name Qwen3-Reranker"
+_SETTLE_PROMPT = "settle it with --rerank-template qwen3 (Qwen3-Reranker's prompt)"
+_SETTLE_TEMPLATE = f"{_SETTLE_PROMPT} or none (the tokenizer's own pair)"
 _OTHER_PROMPT = (
     "that is not Qwen3-Reranker's prompt, and no other is served; --rerank-template qwen3 writes that one anyway"
 )
@@ -54,6 +58,7 @@ class RerankerConfig:
         instruction: template: put into the body where the request has none.
         yes_id, no_id: yes_no: rows of the head; without a `no_id` the score is the `yes_id` logit itself.
         source: what said that this is a reranker, for the start-up print.
+        form_source: what said how its pairs are written.
     """
 
     form: Literal["pair", "template"]
@@ -67,6 +72,7 @@ class RerankerConfig:
     yes_id: int | None = None
     no_id: int | None = None
     source: str
+    form_source: str
 
     def body(self, query: str, document: str, instruction: str | None = None) -> str:
         """The user's part of a template: between prefix and suffix.
@@ -94,7 +100,8 @@ def read_reranker(
     Args:
         logit_score: of modules.json, or None.
         name: of the folder; "Qwen3-Reranker" in it stands for the files that its first revisions lack.
-        task: settles what the folder is for; only "rerank" makes a reranker of it.
+        task: settles what the folder is for; only "rerank" makes a reranker of it. How a pair is written is
+            another matter.
         template: "qwen3" or "none" settles how a pair is written.
 
     Raises:
@@ -121,9 +128,10 @@ def read_reranker(
         yes_id, no_id, source = logit_score.true_token_id, logit_score.false_token_id, logit_score.source
     else:
         yes_id, no_id = (_vocabulary_id(config, tokens, word) for word in ("yes", "no"))
-        source = "the caller's choice" if task == "rerank" else "the name Qwen3-Reranker"
-    if template is None and not _says_qwen3(config, tokens) and not known and task != "rerank":
-        raise config.error(f"it does not say how a pair is written; {_SETTLE_TEMPLATE}")
+        source = _NAME if known else CALLER
+    form_source = _prompt_source(config, tokens, known=known, template=template)
+    if form_source is None:
+        raise config.error(f"it does not say how a pair is written; {_SETTLE_PROMPT}")
     activation, where = _activation(config, sentence_config, 1)
     return RerankerConfig(
         form="template",
@@ -137,6 +145,7 @@ def read_reranker(
         yes_id=yes_id,
         no_id=no_id,
         source=source,
+        form_source=form_source,
     )
 
 
@@ -151,11 +160,13 @@ def _classifier(
 ) -> RerankerConfig:
     labels = _labels(config)
     decoder = architecture.rope_theta is not None
-    if template is None and decoder:
-        if not _says_qwen3(config, tokens) and not known:
+    form_source = "the tokenizer's files"
+    if template is not None or decoder:
+        found = _prompt_source(config, tokens, known=known, template=template)
+        if found is None:
             raise config.error(f"it does not say how a pair is written; {_SETTLE_TEMPLATE}")
-        template = "qwen3"
-    templated = template == "qwen3"
+        form_source = found
+    templated = template == "qwen3" or (template is None and decoder)
     activation, where = _activation(config, sentence_config, len(labels))
     return RerankerConfig(
         form="template" if templated else "pair",
@@ -167,7 +178,17 @@ def _classifier(
         suffix=QWEN3_SUFFIX if templated else "",
         instruction=_instruction(sentence_config) if templated else "",
         source=f"config.json: {architecture.architecture}",
+        form_source=form_source,
     )
+
+
+def _prompt_source(config: JsonFile, tokens: TokenizerFiles, *, known: bool, template: str | None) -> str | None:
+    """What settles how a pair is written; None where nothing does. Raises CheckpointError as `_says_qwen3` does."""
+    if template is not None:
+        return CALLER
+    if _says_qwen3(config, tokens):
+        return "the chat template"
+    return _NAME if known else None
 
 
 def _says_qwen3(config: JsonFile, tokens: TokenizerFiles) -> bool:

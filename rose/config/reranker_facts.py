@@ -31,7 +31,7 @@ def reranker_facts(reranker: RerankerConfig) -> list[tuple[str, str]]:
         return [*rows, ("pair", "the tokenizer's own pair of query and document")]
     return [
         *rows,
-        ("pair", "template qwen3"),
+        ("pair", f"template qwen3 ({reranker.form_source})"),
         ("prefix", repr(reranker.prefix)),
         ("suffix", repr(reranker.suffix)),
         ("instruction", f"{reranker.instruction!r} (where a request has none)"),

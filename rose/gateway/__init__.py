@@ -8,6 +8,7 @@
 
     asgi.py, app.py        one HTTP request; routes and the error boundary; body_budget.py room for all bodies
     json_body.py           a JSON body as a request type, or an error that names the field
+    misfits.py             what of a body does not fit its type, in words
     embeddings.py          POST /v1/embeddings; embedding_request.py reads it, vectors.py writes its numbers
     forms.py               floats, bytes and bits; named_outputs.py several outputs side by side
     contextual_route.py    POST /v1/contextualizedembeddings (schemas_context.py); contextual.py joins and bounds chunks

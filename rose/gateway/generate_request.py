@@ -5,6 +5,7 @@ Knows JSON values and the model card; knows neither tokenising nor answers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import msgspec
 from rose.errors import InvalidInput, PayloadTooLarge
 from rose.gateway.chat_template import REASONING, RESERVED
 from rose.gateway.inputs import SHOWN_CHARS, kind_of_value, show
+from rose.gateway.misfits import either, show_value
 from rose.gateway.sampling import HTTP_NAMES, SamplingOptions
 from rose.gateway.schemas_generate import ChatMessage, ChatRequest, CompletionRequest, SampledRequest
 
@@ -60,7 +62,12 @@ def check_served(request: SampledRequest) -> None:
         value = getattr(request, name, None)
         if value is None or value in nothing or (name == "best_of" and value == request.n):
             continue
-        raise InvalidInput(f"{name} is not served: leave it out{_INSTEAD.get(name, '')}", param=name)
+        same = ", or send " + either([json.dumps(one) for one in nothing]) if nothing else ""
+        raise InvalidInput(
+            f"{name} is not served, and {show_value(value)} would change the answer: leave it out{same}"
+            f"{_INSTEAD.get(name, '')}",
+            param=name,
+        )
     if request.stream_options is not None and not request.stream:
         raise InvalidInput("stream_options goes with stream=true", param="stream_options")
 
@@ -108,7 +115,13 @@ def _length(request: SampledRequest) -> tuple[int, str]:
     """(tokens asked for, or 0, and the field that says so)."""
     field, asked = "max_tokens", request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        field, asked = "max_completion_tokens", request.max_completion_tokens
+        field, other, asked = "max_completion_tokens", asked, request.max_completion_tokens
+        if other is not None and other != asked:
+            raise InvalidInput(
+                f"max_completion_tokens of {show(asked)} beside max_tokens of {show(other)}: they are two names of one "
+                "limit, send one of them, or both alike",
+                param=field,
+            )
     if asked is None:
         return (0 if isinstance(request, ChatRequest) else COMPLETION_TOKENS), field
     if asked < 1:

@@ -1,6 +1,6 @@
 """A JSON body as one of the request types, or an error that names the field.
 
-Knows JSON and msgspec's messages; knows no route.
+Knows JSON and what msgspec refuses; knows no route.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 
 from rose.errors import InvalidInput, PayloadTooLarge, RoseError
 from rose.gateway.inputs import show_bytes
+from rose.gateway.misfits import misfit
 from rose.proto.frames import MAX_DEADLINE_MS
 
 TIMEOUT_HEADER = b"x-request-timeout-ms"
@@ -26,8 +27,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 # A JSON text, or the rest of a body in which one never ends.
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\Z)', re.DOTALL)
-_AT = re.compile(r" - at `\$\.?([A-Za-z_0-9]+)?.*`$")
-_MISSING = re.compile(r"required field `(\w+)`")
+_MALFORMED = "JSON is malformed: "
+_TOO_DEEP = "the JSON is nested too deeply"
 
 
 async def off_loop(body: bytes, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -77,11 +78,11 @@ def decode_body(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
+        raise _misfit(decoder.type, body, str(error)) from None
     except msgspec.DecodeError as error:
         raise _malformed(body, str(error)) from None
     except RecursionError:
-        raise InvalidInput("the JSON is nested too deeply") from None
+        raise InvalidInput(_TOO_DEEP) from None
 
 
 def timeout_s(header: bytes | None, default: float) -> float:
@@ -98,9 +99,13 @@ def timeout_s(header: bytes | None, default: float) -> float:
     return int(text) / 1000
 
 
-def _invalid(text: str) -> InvalidInput:
-    at = _AT.search(text) or _MISSING.search(text)
-    return InvalidInput(text[:1].lower() + text[1:], param=at.group(1) if at else None)
+def _misfit(kind: Any, body: bytes, said: str) -> RoseError:
+    try:
+        return misfit(kind, body, said)
+    except msgspec.DecodeError as error:
+        return _malformed(body, str(error))
+    except RecursionError:
+        return InvalidInput(_TOO_DEEP)
 
 
 def _malformed(body: bytes, text: str) -> RoseError:
@@ -114,7 +119,8 @@ def _malformed(body: bytes, text: str) -> RoseError:
                 param=param,
                 index=index,
             )
-    return InvalidInput(f"the body is no valid JSON: {text}")
+    text = text.removeprefix(_MALFORMED)
+    return InvalidInput(f"the body is no valid JSON: {text[:1].lower()}{text[1:]}")
 
 
 def _lone_surrogate(body: bytes) -> tuple[str, int] | None:

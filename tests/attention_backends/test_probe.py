@@ -37,6 +37,16 @@ def test_no_gpu_is_a_reason(name: str, cpu_spec: AttentionSpec) -> None:
         load_backend(name, replace(cpu_spec, max_length=256))
 
 
+@pytest.mark.parametrize("name", [*GPU_BACKENDS, "triton_paged", "flashinfer_paged"])
+@pytest.mark.parametrize("change", [{}, {"dtype": torch.float32}, {"head_dim": 24}, {"max_length": 8192}])
+def test_no_gpu_comes_before_what_no_change_would_help(
+    name: str, change: dict[str, object], cpu_spec: AttentionSpec
+) -> None:
+    paged = {"layout": "paged", "causal": True} if name.endswith("_paged") else {}
+    spec = replace(cpu_spec, **paged, **change)  # type: ignore[arg-type]
+    assert try_backend(name, spec) == "needs a CUDA device, this is cpu"
+
+
 @pytest.mark.parametrize(
     ("name", "package"),
     [("flash_attention4", "flash-attn-4"), ("flashinfer3", "flashinfer-python"), ("flashinfer2", "flashinfer-python")],

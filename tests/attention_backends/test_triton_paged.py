@@ -115,7 +115,7 @@ def test_scratch_belongs_to_a_key_and_comes_back():
 
 
 def test_reasons_and_refusals():
-    assert "needs a CUDA device" in TritonPaged(spec_of()).supports(spec_of())
+    assert "needs a CUDA device" in TritonPaged(spec_of()).supports(spec_of(dtype=torch.float32))
     for changes, reason in (
         ({"layout": "ragged"}, "over pages, not over ragged"),
         ({"causal": False}, "causally only"),
@@ -123,7 +123,7 @@ def test_reasons_and_refusals():
         ({"head_dim": 96}, "head dims 16, 32, 64, 128, 256, not 96"),
         ({"num_heads": 5}, "cannot share 2 key/value heads evenly"),
     ):
-        assert reason in TritonPaged(spec_of()).supports(spec_of(**changes))
+        assert reason in TritonPaged(spec_of()).supports(spec_of("cuda", **changes))
     backend = TritonPaged(spec_of())
     assert isinstance(backend, Paged)
     assert isinstance(backend, WarmsUp)

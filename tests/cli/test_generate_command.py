@@ -84,10 +84,14 @@ def test_json(tiny, capsys):
     assert "stop_reason" not in json.loads(capsys.readouterr().out)
 
 
-def test_the_prompt_may_come_from_standard_input(tiny, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("salt and\nflour"))
+@pytest.mark.parametrize(
+    ("typed", "prompt"), [("salt and\nflour", None), ("salt\n", "salt"), ("salt\n\n", "salt\n"), (" salt ", None)]
+)
+def test_the_prompt_may_come_from_standard_input(tiny, monkeypatch, typed, prompt):
+    """As it is, but for one line end: `echo` and editors put it there, and it would be part of the question."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     assert generate(tiny, "-") == 0
-    assert decoded(tiny) == "salt and\nflour"
+    assert decoded(tiny) == (typed if prompt is None else prompt)
 
 
 def test_text_is_shown_as_it_comes(tiny, capsys):

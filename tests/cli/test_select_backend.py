@@ -72,7 +72,7 @@ def test_heads_alone_with_a_second_run(cache, capsys, tmp_path) -> None:
     assert cli.main(["select-backend", *shape, "--check", "--rows", str(rows), "-o", str(kept)]) == 0
     out = capsys.readouterr()
     assert "100%) are served within 3% of the best" in out.out
-    assert "triton_short is not measured: serves bfloat16 and float16, not torch.float32" in out.err
+    assert "triton_short is not measured: needs a CUDA device, this is cpu" in out.err
     grids = read_profile(kept).grids
     assert [grid.shape.layout for grid in grids] == ["ragged", "paged"]
     assert all(set(point.us) == {"torch_sdpa"} for point in grids[0].points)

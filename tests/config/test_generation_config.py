@@ -30,7 +30,7 @@ def generation(path, **reading):
         (tiny_lm, {}, {}, "generate", "config.json: LlamaForCausalLM, and no file names a pooling or a score"),
         (tiny_lm, {"pooling": "lasttoken"}, {}, "embed", "pooling of 1_Pooling/config.json"),
         (tiny_lm, {}, {"pooling": "last"}, "embed", "pooling of the caller's choice"),
-        (tiny_lm, {}, {"task": "rerank"}, "rerank", "the caller's choice"),
+        (tiny_lm, {}, {"task": "rerank", "template": "qwen3"}, "rerank", "the caller's choice"),
         (tiny_lm, {"pooling": "lasttoken"}, {"task": "generate"}, "generate", "the caller's choice"),
         (tiny_qwen3_embedding, {}, {}, "embed", "pooling of 1_Pooling/config.json"),
         (tiny_qwen3_reranker, {}, {}, "rerank", "1_LogitScore/config.json"),

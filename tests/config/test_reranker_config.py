@@ -100,7 +100,8 @@ def test_instruction_of_the_folder(tmp_path):
     [
         ({}, "m", {}, "1_LogitScore/config.json"),
         ({"logit_score": False}, "Qwen3-Reranker-0.6B", {}, "the name Qwen3-Reranker"),
-        ({"logit_score": False}, "m", {"task": "rerank"}, "the caller's choice"),
+        ({"logit_score": False}, "Qwen3-Reranker-0.6B", {"task": "rerank"}, "the name Qwen3-Reranker"),
+        ({"logit_score": False}, "m", {"task": "rerank", "template": "qwen3"}, "the caller's choice"),
         (
             {"logit_score": False, "config": {"_name_or_path": "Qwen/Qwen3-Reranker-4B"}},
             "m",
@@ -114,6 +115,28 @@ def test_what_makes_a_language_model_a_reranker(tmp_path, arguments, name, readi
     assert (reranker.form, reranker.head, reranker.labels) == ("template", "yes_no", ("yes",))
     assert reranker.source.startswith(source)
     assert None not in (reranker.yes_id, reranker.no_id)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "reading", "source"),
+    [
+        (tiny_qwen3_reranker, "m", {}, "the chat template"),
+        (tiny_qwen3_reranker, "m", {"template": "qwen3"}, "the caller's choice"),
+        (tiny_qwen3_classifier, "Qwen3-Reranker-seq-cls", {}, "the name Qwen3-Reranker"),
+        (tiny_qwen3_classifier, "m", {"template": "none"}, "the caller's choice"),
+        (tiny_cross_encoder_bert, "m", {}, "the tokenizer's files"),
+    ],
+)
+def test_what_says_how_a_pair_is_written(tmp_path, make, name, reading, source):
+    assert read_model_folder(make(tmp_path / name), **reading).reranker.form_source == source
+
+
+def test_what_a_folder_is_for_does_not_say_how_a_pair_is_written(tmp_path):
+    """Any language model knows a yes and a no; a prompt that it was never trained on would be a guess."""
+    path = tiny_qwen3_reranker(tmp_path / "m", logit_score=False)
+    with pytest.raises(CheckpointError, match=r"how a pair is written; settle it with --rerank-template qwen3 \(.*\)$"):
+        read_model_folder(path, task="rerank")
+    assert read_model_folder(path, task="rerank", template="qwen3").reranker.form == "template"
 
 
 def test_a_language_model_that_says_nothing_is_no_reranker(tmp_path):

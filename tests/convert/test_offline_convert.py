@@ -200,8 +200,9 @@ def test_yes_and_no_become_one_row(tmp_path, tied, logit_score):
     """Report C99 (vllm#43062): score.weight is made of the head's rows.
     Report C100 (vllm#27857): an untied head is read first: scores differ and are the language model's."""
     source = tiny_qwen3_reranker(tmp_path / "a", tied=tied, logit_score=logit_score)
-    target = converted(source, tmp_path / "b", to="reranker")
-    before = score(load_reranker(source, task="rerank"), PAIRS)
+    template = None if logit_score else "qwen3"
+    target = converted(source, tmp_path / "b", to="reranker", template=template)
+    before = score(load_reranker(source, task="rerank", template=template), PAIRS)
     assert before.std() > 0.1
     torch.testing.assert_close(score(load_reranker(target), PAIRS), before, rtol=0, atol=1e-4)
     tensors = load_file(target / "model.safetensors")
@@ -211,7 +212,7 @@ def test_yes_and_no_become_one_row(tmp_path, tied, logit_score):
     torch.testing.assert_close(torch.from_numpy(theirs).reshape(-1, 1), before, rtol=0, atol=1e-4)
     language = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     classifier = transformers.AutoModelForSequenceClassification.from_pretrained(target, dtype=torch.float32).eval()
-    config = load_reranker(source, task="rerank").folder.reranker
+    config = load_reranker(source, task="rerank", template=template).folder.reranker
     ids = torch.tensor([[40, 41, 42, 43, 44]])
     with torch.inference_mode():
         logits = language(input_ids=ids).logits[0, -1]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 
 import openai
 import pytest
 
 from rose.errors import CheckpointError, NonFinite
+from rose.gateway.generate_request import _NOTHING
 from tests.gateway import openai_generation_check
 from tests.gateway.conftest import live_front
 from tests.gateway.fake_generator import FakeGenerator, generator_card
@@ -101,7 +103,7 @@ def test_stop_strings_and_lengths(tiny):
     for name in ("max_tokens", "max_completion_tokens"):
         answer = tiny.chat(**{name: 3}).json()
         assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (3, "length")
-    assert tiny.chat(max_tokens=9, max_completion_tokens=2).json()["usage"]["completion_tokens"] == 2
+    assert tiny.chat(max_tokens=2, max_completion_tokens=2).json()["usage"]["completion_tokens"] == 2
     error = error_of(tiny.chat(max_completion_tokens=600))
     assert (error["param"], "max_completion_tokens of 600" in error["message"]) == ("max_completion_tokens", True)
 
@@ -146,7 +148,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
     [
         ({}, "messages", None, "missing"),
         ({"messages": []}, "messages", None, "at least one message"),
-        ({"messages": "hi"}, "messages", None, "expected `array`"),
+        ({"messages": "hi"}, "messages", None, "expected a list of objects"),
         ({"messages": [{"content": "x"}]}, "messages", None, "role"),
         (with_message(role="narrator"), "messages", 1, "the role is 'narrator': expected one of developer, assistant"),
         (with_message(content=None), "messages", 1, "null"),
@@ -157,7 +159,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         (with_message(content=[{"type": "text"}]), "messages", 1, "has no text"),
         (with_message(role="assistant", tool_calls=[{"id": "1"}]), "messages", 1, "tool_calls"),
         (bad(tools=[{"type": "function"}]), "tools", None, "not served"),
-        (bad(tool_choice="required"), "tool_choice", None, "not served"),
+        (bad(tool_choice="required"), "tool_choice", None,
+         "not served, and the text 'required' would change the answer: leave it out, or send \"none\" or \"auto\""),
         (bad(functions=[{}]), "functions", None, "not served"),
         (bad(response_format={"type": "json_schema", "json_schema": {}}), "response_format", None, "not served"),
         (bad(modalities=["text", "audio"]), "modalities", None, "not served"),
@@ -169,11 +172,13 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         (bad(continue_final_message=True), "continue_final_message", None, "not served"),
         (bad(chat_template_kwargs={"messages": []}), "chat_template_kwargs", None, "'messages'"),
         (bad(chat_template_kwargs={"rose_budget": 1}), "chat_template_kwargs", None, "'rose_budget'"),
-        (bad(chat_template_kwargs=[1]), "chat_template_kwargs", None, "expected"),
+        (bad(chat_template_kwargs=[1]), "chat_template_kwargs", None, "expected an object or null"),
         (bad(top_logprobs=2), "top_logprobs", None, "logprobs=true"),
         (bad(logprobs=True, top_logprobs=21), "top_logprobs", None, "0 to 20"),
-        (bad(logprobs=2), "logprobs", None, "expected"),
+        (bad(logprobs=2), "logprobs", None, "expected true, false or null"),
         (bad(max_completion_tokens=0), "max_completion_tokens", None, "1 or more"),
+        (bad(max_tokens=2, max_completion_tokens=3), "max_completion_tokens", None,
+         "max_completion_tokens of 3 beside max_tokens of 2"),
         (bad(n=0), "n", None, "1 or more"),
         (with_message(content="salt " * 600), "messages", None, "the model takes 512"),
         (with_message(content="\ud800"), "messages", None, "surrogate"),
@@ -222,6 +227,18 @@ def test_fields_that_change_nothing_are_taken(tiny):
         "chat_template_kwargs": None, "add_generation_prompt": None, "reasoning_effort": None,
     }  # fmt: skip
     assert tiny.chat(**fields).status_code == 200
+
+
+def test_the_documentation_lists_what_changes_nothing():
+    page = Path(__file__).parents[2] / "docs/http_api.md"
+    rows = [
+        line for line in page.read_text(encoding="utf-8").split("**Not served**")[1].splitlines() if line[:1] == "|"
+    ]
+    for name, values in _NOTHING.items():
+        (row,) = [row for row in rows if f"`{name}`" in row.split("|")[1]]
+        taken = row.split("|")[2]
+        assert all(json.dumps(value) in taken for value in values), row
+        assert values or taken.strip() == "nothing", row
 
 
 def test_a_failure_in_the_middle_reaches_openai_clients(tiny):

@@ -140,8 +140,8 @@ def test_openais_own_client_reads_the_dense_vector_and_finds_the_rest_beside_it(
         ({"outputs": []}, "outputs", None, "empty"),
         ({"outputs": ["dense", "nope"]}, "outputs", 1, "it has: dense, sparse, colbert"),
         ({"outputs": ["dense", "dense"]}, "outputs", 1, "twice"),
-        ({"outputs": "dense"}, "outputs", None, "array"),
-        ({"outputs": [1]}, "outputs", None, "int"),
+        ({"outputs": "dense"}, "outputs", None, "expected a list of texts or null"),
+        ({"outputs": [1]}, "outputs", None, "item 0 of outputs is the number 1: expected a text"),
         ({"outputs": ["sparse"], "dimensions": 8}, "dimensions", None, "not asked for"),
         ({"outputs": ["sparse"], "output_dtype": "ubinary"}, "output_dtype", None, "not asked for"),
         ({"outputs": ["sparse"], "sparse_format": "dict"}, "sparse_format", None, "dict"),
@@ -149,7 +149,7 @@ def test_openais_own_client_reads_the_dense_vector_and_finds_the_rest_beside_it(
         ({"output_dtype": "uint8"}, "output_dtype", None, "no quantiser"),
         ({"output_dtype": "fp16"}, "output_dtype", None, "expected one of float"),
         ({"output_dtype": "ubinary", "dimensions": 12}, "dimensions", None, "a multiple of 8"),
-        ({"prompt": 3}, "prompt", None, "int"),
+        ({"prompt": 3}, "prompt", None, "the number 3: expected a text or null"),
     ],
 )
 def test_bad_fields(live, fields, param, index, words):

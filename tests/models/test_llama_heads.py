@@ -83,7 +83,7 @@ def test_classifiers(tmp_path, model_type, labels):
 def test_yes_and_no_of_a_language_model(tmp_path, model_type, tied):
     path = tiny_lm(tmp_path / "m", model_type, tied=tied, max_positions=1024)
     edit_json(path / "tokenizer_config.json", chat_template=None)
-    ours = load_reranker(path, task="rerank")
+    ours = load_reranker(path, task="rerank", template="qwen3")
     reranker = ours.folder.reranker
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     ids, _ = encode_pairs(ours.folder, PAIRS)

@@ -47,7 +47,7 @@ def test_yes_minus_no(tmp_path):
     """Of transformers' logits after the last token; and what `rose convert --to reranker` makes of the folder scores
     alike."""
     path = tiny_qwen3_5(tmp_path / "lm", tied=False)
-    model = load_reranker(path, task="rerank")
+    model = load_reranker(path, task="rerank", template="qwen3")
     found = score(model, PAIRS)
     theirs = transformers.Qwen3_5ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     ids, _ = encode_pairs(model.folder, PAIRS)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rose.config.reranker import QWEN3_INSTRUCTION, QWEN3_PREFIX, QWEN3_SUFFIX, RerankerConfig
+from rose.config.reranker import CALLER, QWEN3_INSTRUCTION, QWEN3_PREFIX, QWEN3_SUFFIX, RerankerConfig
 from rose.config.tokenizer_files import TokenizerFiles
-from rose.convert.offline.choices import Choice
+from rose.convert.offline.choices import Choice, flag
 from rose.convert.offline.names import Tensors
 from rose.convert.offline.source import Source
 from rose.errors import CheckpointError
@@ -30,11 +30,14 @@ def reranker_choices(reranker: RerankerConfig | None, tensors: Tensors) -> tuple
         + ("" if reranker.no_id is None else f" minus {reranker.no_id} (no)"),
     }[reranker.head]
     form = "the tokenizer's own" if reranker.form == "pair" else "Qwen3-Reranker's prompt"
+    # What the caller chose, by the flags that say it here.
+    head_source = f"{flag('to')} reranker" if reranker.source == CALLER else reranker.source
+    form_source = flag("rerank-template") if reranker.form_source == CALLER else reranker.form_source
     return (
-        Choice("head", head, reranker.source),
+        Choice("head", head, head_source),
         Choice("labels", ", ".join(reranker.labels), "the head"),
         Choice("activation", reranker.activation, reranker.activation_source),
-        Choice("pair", form, reranker.source),
+        Choice("pair", form, form_source),
     )
 
 
