@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -72,14 +71,14 @@ def add_select_backend(commands: Commands) -> None:
 
 
 def _select(options: argparse.Namespace) -> int:
+    from rose.bench.shapes import made_folder
     from rose.cli.selecting import find_target
 
     if not 0 < options.seconds < float("inf"):
         raise StartupError(f"--seconds must be a number above 0, not {options.seconds}")
     if options.batch_tokens < 512:
         raise StartupError(f"--batch-tokens must be at least 512, not {options.batch_tokens}")
-    folders = options.folders or Path(tempfile.gettempdir()) / "rose-shapes"
-    target = find_target(options, folders)
+    target = find_target(options, options.folders or made_folder())
     if options.explain is not None:
         return _explain(options, target)
     return _measure(options, target)
