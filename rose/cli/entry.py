@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Serve embedders, rerankers and LLMs: an engine process per device, a thin HTTP and gRPC front.",
         epilog="examples:\n  rose serve minilm\n  rose serve ./my-model --http 8080 --grpc 9090\n"
         "  rose embed texts.txt -o vectors.npy\n"
-        "  rose generate smollm2 --chat 'Where does the river meet the sea?'\n"
+        "  rose generate smollm2 --chat 'What is the capital of France?' --temperature 0\n"
         "  rose COMMAND --help    options and examples of one command",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
