@@ -96,7 +96,7 @@ def measure(folder: str, tokens: int, requests: int, spin_s: float, vocab_size: 
 
 
 def main() -> None:
-    from rose.bench.shapes import build_checkpoint
+    from rose.bench.shapes import build_checkpoint, made_folder
     from rose.config import read_model_folder
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     name, _, given = args.model.partition("=")
-    folder = given or str(build_checkpoint(name, Path(tempfile.gettempdir()) / "rose-shapes" / name))
+    folder = given or str(build_checkpoint(name, made_folder() / name))
     vocab_size = read_model_folder(folder).architecture.vocab_size
     results = []
     for spin in args.spin_s:

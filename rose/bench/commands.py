@@ -14,6 +14,8 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from rose.config.ending import ended
+
 LOADS = ("latency", "scoring", "all", "throughput", "concurrency", "decode")
 
 
@@ -58,8 +60,9 @@ def _standalone() -> int:
     load, *options = sys.argv[1:]
     command = shlex.join(["python", "-m", "rose.bench.commands", load, *options])
     started = time.perf_counter()
-    status = run_load(load, options, command, prog=f"rose.bench.commands {load}", about=load)
-    print(f"done in {time.perf_counter() - started:.0f} s")
+    status = ended(lambda: run_load(load, options, command, prog=f"rose.bench.commands {load}", about=load))
+    if status < 2:
+        print(f"done in {time.perf_counter() - started:.0f} s")
     return status
 
 

@@ -8,13 +8,13 @@ all numbers of clients in turn. Knows the order of things; texts, clients and ro
 from __future__ import annotations
 
 import argparse
-import traceback
 from collections.abc import Iterator
 from contextlib import closing
 from functools import cache
 
 from rose.bench import loads
 from rose.bench.carriers import HttpDriver
+from rose.bench.failures import failed as told_failed
 from rose.bench.loads import Load
 from rose.bench.places import Place, places
 from rose.bench.pseudo_texts import exact_texts, words
@@ -69,9 +69,9 @@ def _run_model(target: Target, arguments: argparse.Namespace) -> int:
             load = Load(f"concurrency-{in_flight}", arguments.tokens, 1, DISTINCT)
             try:
                 row = run(place, load, target, read, texts, in_flight, cosine, arguments)
-            except Exception:  # noqa: BLE001  one load that cannot be served must not cost the others
+            except Exception as error:  # noqa: BLE001  one load that cannot be served must not cost the others
                 failed += 1
-                print(f"{target.name} {load.name} failed, no row:\n{traceback.format_exc()}", flush=True)
+                told_failed(f"{target.name} {load.name}", error)
                 continue
             if arguments.out is not None:
                 write_rows(arguments.out, [row])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -21,6 +20,7 @@ import torch
 from rose.bench.carriers import Ids
 from rose.bench.decode_reference import DecodeReference
 from rose.bench.decode_ways import DecodeWay, EngineWay, HttpWay, LinkWay, Stream
+from rose.bench.failures import failed as told_failed
 from rose.bench.floors import decode_floor_ms
 from rose.bench.llm_shapes import LLM_SHAPES
 from rose.bench.meter import RUNS
@@ -31,7 +31,7 @@ from rose.bench.targets import Target, add_common_arguments, targets
 from rose.config import EngineConfig, ModelFolder, read_model_folder
 from rose.convert.load import load_generative
 from rose.engine.generation.build import build_generation_engine
-from rose.errors import RoseError
+from rose.errors import RoseError, StartupError
 
 WAYS = ("engine", "link", "http")
 PROMPTS, BATCHES, NEW_TOKENS = (128, 2048), (1, 8, 64), 128
@@ -97,25 +97,43 @@ def main(arguments: argparse.Namespace, command: str) -> int:
 def _run_model(target: Target, arguments: argparse.Namespace) -> int:
     """How many loads failed."""
     read = read_model_folder(target.folder, task="generate")
+    prompts = list(arguments.prompt) if arguments.url else fitting(target.name, read.max_tokens, arguments)
     # Random weights in 8 bits draw other tokens than in 16: they are timed, not compared.
     compared = not arguments.no_check and arguments.dtype == "auto"
     with stage("reference", arguments.verbose):
         reference = DecodeReference(read, target.device) if compared else None
     failed = 0
-    for way, backend in _ways(target, read, arguments):
+    for way, backend in _ways(target, read, prompts, arguments):
         with stage(f"check via {way.via}", arguments.verbose):
             agreement = None if reference is None or way.via == "http" else check(way, reference, read)
-        for prompt in arguments.prompt:
+        for prompt in prompts:
             for batch in arguments.batch:
                 try:
                     row = run(way, target, read, prompt, batch, agreement, backend, arguments)
-                except Exception:  # noqa: BLE001  one load that cannot be served must not cost the others
+                except Exception as error:  # noqa: BLE001  one load that cannot be served must not cost the others
                     failed += 1
-                    print(f"{target.name} {batch} x {prompt} via {way.via} failed, no row:\n{traceback.format_exc()}")
+                    told_failed(f"{target.name} {batch} x {prompt} via {way.via}", error)
                     continue
                 if arguments.out is not None:
                     write_rows(arguments.out, [row])
     return failed
+
+
+def fitting(name: str, max_tokens: int, arguments: argparse.Namespace) -> list[int]:
+    """The prompts' lengths that leave a model room for the new tokens; a line tells of the others.
+
+    Raises:
+        StartupError: there is none.
+    """
+    room = max_tokens - arguments.new_tokens
+    fit = [tokens for tokens in arguments.prompt if tokens <= room]
+    longer = ", ".join(str(tokens) for tokens in arguments.prompt if tokens > room)
+    told = f"prompts of {longer} tokens and {arguments.new_tokens} new ones are over the {max_tokens} that {name} takes"
+    if not fit:
+        raise StartupError(f"{told}: there is nothing to time")
+    if longer:
+        print(f"{told}: left out", flush=True)
+    return fit
 
 
 def check(way: DecodeWay, reference: DecodeReference, read: ModelFolder) -> float:
@@ -233,13 +251,15 @@ def make_prompts(read: ModelFolder, tokens: int, count: int, *, seed: int) -> li
     return list(generator.integers(_FIRST_ID, limit, size=(count, tokens), dtype=np.int32))
 
 
-def _ways(target: Target, read: ModelFolder, arguments: argparse.Namespace) -> Iterator[tuple[DecodeWay, str]]:
+def _ways(
+    target: Target, read: ModelFolder, prompts: Sequence[int], arguments: argparse.Namespace
+) -> Iterator[tuple[DecodeWay, str]]:
     """Each way in turn, ready, with its attention backend; closed when the next one is asked for."""
     if arguments.url:
         with closing(HttpWay(arguments.url, target.name)) as rival:
             yield rival, "unknown"
         return
-    timed, checked = max(arguments.prompt) + arguments.new_tokens, max(_CHECKED) + _CHECKED_TOKENS
+    timed, checked = max(prompts) + arguments.new_tokens, max(_CHECKED) + _CHECKED_TOKENS
     longest = min(read.max_tokens, max(timed, checked))
     if "engine" in arguments.via:
         on_cpu = target.device.type == "cpu"

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -126,15 +127,17 @@ class LinkWay:
         return checked(self._loop.run_until_complete(self._all(prompts, new_tokens)), new_tokens)
 
     async def _all(self, prompts: Sequence[Ids], new_tokens: int) -> list[Stream]:
-        return list(await asyncio.gather(*(self._one(ids, new_tokens) for ids in prompts)))
+        return await together([self._one(ids, new_tokens) for ids in prompts])
 
     async def _one(self, ids: Ids, new_tokens: int) -> Stream:
         stream = Stream(time.perf_counter())
-        async for some in self._client.generate(
+        tokens = self._client.generate(
             ids, max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True, deadline_s=GENERATION_S
-        ):
-            stream.times += [time.perf_counter()] * len(some.tokens)
-            stream.ids += some.tokens
+        )
+        async with aclosing(tokens):
+            async for some in tokens:
+                stream.times += [time.perf_counter()] * len(some.tokens)
+                stream.ids += some.tokens
         return stream
 
     def counters(self) -> Mapping[str, int]:
@@ -169,7 +172,7 @@ class HttpWay:
             answer = await self._client.stream(ids.tolist(), new_tokens)
             return Stream(start, answer.token_times())
 
-        return list(await asyncio.gather(*map(one, prompts)))
+        return await together([one(ids) for ids in prompts])
 
     def counters(self) -> Mapping[str, int]:
         return {} if self._engine is None else self._engine.counters()
@@ -177,6 +180,18 @@ class HttpWay:
     def close(self) -> None:
         self._loop.run_until_complete(self._client.close())
         self._loop.close()
+
+
+async def together(runs: Sequence[Coroutine[None, None, Stream]]) -> list[Stream]:
+    """What all of them return, in order. The first that fails ends the others, and its error is the one that is raised:
+    none goes on in the next round, or is told of when the loop is closed."""
+    tasks = [asyncio.ensure_future(run) for run in runs]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def checked(streams: list[Stream], new_tokens: int) -> list[Stream]:

@@ -23,6 +23,7 @@ import numpy as np
 from rose.bench.machine import provenance
 from rose.bench.systems import RoseHttp, RoseInProcess, SentenceTransformers, System, Vectors
 from rose.bench.texts import mixed_texts
+from rose.config.ending import GATEWAY, ended, require
 from rose.errors import RoseError, StartupError
 
 MIN_COSINE = 0.99999
@@ -34,6 +35,7 @@ VERSIONS = ("rose-serving", "torch", "sentence-transformers", "transformers", "t
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(given)
+    require(("sentence_transformers", "transformers", *GATEWAY), "bench")
     head = provenance("rose.bench.embed_cpu", given, VERSIONS)
     try:
         result = head | measure(options)
@@ -184,4 +186,4 @@ def summary(times: Times, tokens: int, rival: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main, "embed_cpu"))

@@ -9,7 +9,6 @@ import argparse
 import shlex
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import cache
@@ -21,12 +20,14 @@ from rose.attention_backends.base import AttentionSpec
 from rose.attention_backends.choose import Load as AttentionLoad
 from rose.bench import loads
 from rose.bench.drivers import Driver, EngineDriver, GrpcDriver, HttpDriver, LinkDriver
+from rose.bench.failures import failed as told_failed
 from rose.bench.processes import served
 from rose.bench.records import write_rows
 from rose.bench.reference import Reference
 from rose.bench.stages import stage
 from rose.bench.targets import Target, add_common_arguments, targets
 from rose.config import EngineConfig, ModelFolder, read_model_folder
+from rose.config.ending import ended
 from rose.convert import load_model
 from rose.engine import build_engine
 from rose.engine.build import profile_of
@@ -104,10 +105,9 @@ def _run_model(target: Target, wanted: Sequence[loads.Load], arguments: argparse
                 )
             except loads.DisagreementError:
                 raise  # wrong answers are not timed, nor anything else of a model that gives them
-            except Exception:  # noqa: BLE001  one load that cannot be served must not cost the others
+            except Exception as error:  # noqa: BLE001  one load that cannot be served must not cost the others
                 failed += 1
-                size = f"{target.name} {load.batch} x {load.tokens}"
-                print(f"{size} via {driver.via} failed, no row:\n{traceback.format_exc()}")
+                told_failed(f"{target.name} {load.batch} x {load.tokens} via {driver.via}", error)
                 continue
             if arguments.out is not None:
                 write_rows(arguments.out, [row])
@@ -194,8 +194,10 @@ def _standalone() -> int:
     add_arguments(parser)
     arguments = parser.parse_args()
     started = time.perf_counter()
-    status = main(arguments.load, arguments, shlex.join(["python", "-m", "rose.bench.gpu_loads", *sys.argv[1:]]))
-    print(f"done in {time.perf_counter() - started:.0f} s")
+    command = shlex.join(["python", "-m", "rose.bench.gpu_loads", *sys.argv[1:]])
+    status = ended(lambda: main(arguments.load, arguments, command))
+    if status < 2:
+        print(f"done in {time.perf_counter() - started:.0f} s")
     return status
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from rose.bench.made_tokenizers import write_tokenizer
 from rose.bench.made_weights import write_weights
+from rose.hub import default_cache
 
 SEED = 20260904
 
@@ -234,6 +235,12 @@ SHAPES: Mapping[str, Shape] = {
         transformers_class="Qwen3Model",
     ),
 }
+
+
+def made_folder() -> Path:
+    """Where made checkpoints are kept if nobody says otherwise: "shapes" of the user's own cache, which no other user
+    of the machine can write to."""
+    return default_cache() / "shapes"
 
 
 def build_checkpoint(name: str, folder: Path, *, seed: int = SEED, shapes: Mapping[str, Shape] | None = None) -> Path:

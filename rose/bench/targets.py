@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,9 +19,10 @@ from rose.bench import loads
 from rose.bench.machine import commit, cpu_model
 from rose.bench.quantised_shapes import LEAST_COSINE, SCHEME_OF, quantised_checkpoint
 from rose.bench.records import Facts
-from rose.bench.shapes import SHAPES, Shape, build_checkpoint
+from rose.bench.shapes import SHAPES, Shape, build_checkpoint, made_folder
 from rose.bench.stages import stage
-from rose.errors import InvalidInput
+from rose.config.ending import GATEWAY, require
+from rose.errors import InvalidInput, StartupError
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,9 @@ def add_common_arguments(
         help="let the server capture its usual graphs at start",
     )
     parser.add_argument("--url", help="measure another OpenAI-compatible server: its address up to /embeddings")
-    made = Path(tempfile.gettempdir()) / "rose-shapes"
-    parser.add_argument("--folders", type=Path, default=made, help="where made checkpoints are kept")
+    parser.add_argument(
+        "--folders", type=Path, default=made_folder(), help="where made checkpoints are kept (default: %(default)s)"
+    )
     parser.add_argument("--commit", help="what is measured, where the machine has no checkout to ask")
     parser.add_argument("--verbose", action="store_true", help="a line for each stage of the start and its seconds")
     parser.add_argument("--out", type=Path, help="JSONL file of rows; a new run replaces the old rows of its loads")
@@ -105,15 +106,15 @@ def targets(
         shapes: those that can be made.
 
     Raises:
-        KeyError: a name without a folder that is no shape.
+        StartupError: a name without a folder that is no shape, or a Python module that is missing; before anything is
+            made or started.
     """
+    require(_modules(arguments), "bench")
+    asked = [_named(spec, shapes) for spec in arguments.model or default]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     run_id = uuid.uuid4().hex[:8]
-    for spec in arguments.model or default:
-        name, _, given = spec.partition("=")
-        if not given and name not in shapes:
-            raise KeyError(f"no shape {name!r}: there are {', '.join(shapes)}; or give NAME=FOLDER")
+    for name, given in asked:
         facts = Facts(
             run_id=run_id,
             commit=arguments.commit or commit(),
@@ -133,6 +134,23 @@ def targets(
                 folder, arguments.dtype, device, task="generate" if made.pooling is None else "embed"
             )
         yield Target(name, folder, device, dtype, facts, made, plain)
+
+
+def _modules(arguments: argparse.Namespace) -> list[str]:
+    """What a run imports or starts beside the engine: transformers for reference and made weights, and the front
+    where a way leads through processes of their own."""
+    compared = not getattr(arguments, "no_check", False)
+    made = any("=" not in spec for spec in arguments.model or [""])
+    started = not arguments.url and set(getattr(arguments, "via", ["http"])) != {"engine"}
+    return [*(["transformers"] if compared or made else []), *(GATEWAY if started else ())]
+
+
+def _named(spec: str, shapes: Mapping[str, Shape]) -> tuple[str, str]:
+    """(name, folder or "") of one --model."""
+    name, _, given = spec.partition("=")
+    if not given and name not in shapes:
+        raise StartupError(f"--model {spec}: no such shape; there are {', '.join(shapes)}, or give NAME=FOLDER")
+    return name, given
 
 
 def machine(device: torch.device) -> str:

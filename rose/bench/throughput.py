@@ -18,6 +18,7 @@ from rose.attention_backends.auto import AutoBackend
 from rose.attention_backends.choose import Load as AttentionLoad
 from rose.bench import loads
 from rose.bench.carriers import HttpDriver, Ids
+from rose.bench.failures import failed as told_failed
 from rose.bench.fleet import Window, run_fleet
 from rose.bench.floors import floor_ms
 from rose.bench.loads import Load
@@ -99,9 +100,9 @@ def _run_model(target: Target, arguments: argparse.Namespace) -> int:
                 row = run(place, load, target, read, reference(), arguments)
             except loads.DisagreementError:
                 raise
-            except Exception:  # noqa: BLE001  one load that cannot be served must not cost the others
+            except Exception as error:  # noqa: BLE001  one load that cannot be served must not cost the others
                 failed += 1
-                print(f"{target.name} {load.name} via {place.driver.via} failed, no row:\n{traceback.format_exc()}")
+                told_failed(f"{target.name} {load.name} via {place.driver.via}", error)
                 continue
             if arguments.out is not None:
                 write_rows(arguments.out, [row])

@@ -1,14 +1,12 @@
-"""The parser of all commands, and what becomes of a command that fails.
+"""The parser of all commands.
 
-Knows the commands and the exit statuses: 0 done, 1 not as it should be, 2 wrong usage or refused at start-up,
-130 interrupted, 141 the reader of its output went away.
+Knows the commands. Exit statuses: 0 done, 1 not as it should be, 2 wrong usage or refused at start-up, 130 and 141 as
+rose/config/ending.py has them.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Sequence
 
 import rose
@@ -24,36 +22,14 @@ from rose.cli.select_backend import add_select_backend
 from rose.cli.serving import add_gateway, add_serve
 from rose.cli.shared import Command, Commands, add_command
 from rose.cli.verify import add_verify
-from rose.errors import RoseError
+from rose.config.ending import ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the console script `rose`."""
     options = build_parser().parse_args(arguments)
     command: Command = options.command
-    try:
-        return command(options)
-    except RoseError as error:
-        print(f"rose: {error.message}", file=sys.stderr)
-        return 2
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] == "rose":
-            raise
-        print(f"rose: {_missing(error.name)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # Whoever read standard output has had enough; Python must not try to flush the rest at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-
-
-def _missing(module: str) -> str:
-    needed_for = "for Parquet files, install rose-serving[parquet]"
-    if module.partition(".")[0] != "pyarrow":
-        needed_for = "for serving, install rose-serving[gateway]"
-    return f"this command needs the Python module {module}, which is not installed here; {needed_for}"
+    return ended(lambda: command(options))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import tempfile
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rose.cli.shared import Commands, add_command, add_model, add_reading
-from rose.errors import StartupError
+from rose.errors import RoseError, StartupError
 
 if TYPE_CHECKING:
     from rose.cli.selecting import Target
@@ -72,14 +72,14 @@ def add_select_backend(commands: Commands) -> None:
 
 
 def _select(options: argparse.Namespace) -> int:
+    from rose.bench.shapes import made_folder
     from rose.cli.selecting import find_target
 
     if not 0 < options.seconds < float("inf"):
         raise StartupError(f"--seconds must be a number above 0, not {options.seconds}")
     if options.batch_tokens < 512:
         raise StartupError(f"--batch-tokens must be at least 512, not {options.batch_tokens}")
-    folders = options.folders or Path(tempfile.gettempdir()) / "rose-shapes"
-    target = find_target(options, folders)
+    target = find_target(options, options.folders or made_folder())
     if options.explain is not None:
         return _explain(options, target)
     return _measure(options, target)
@@ -90,23 +90,31 @@ def _explain(options: argparse.Namespace, target: Target) -> int:
     from rose.cli.selecting import parse_batch
     from rose.config.profile import read_profile
     from rose.config.profile_files import AUTO, find_profile
-    from rose.engine.profiles import attention_shape, this_machine
+    from rose.engine.profiles import attention_shape, same_kind, this_machine
     from rose.select.explain import explain, missing_here
+    from rose.select.told import numbers_told
 
     lengths, shape = parse_batch(options.explain), attention_shape(target.spec)
+    here = this_machine(target.spec.device)
     print(f"{target.name}: {shape}")
     if options.profile is None:
-        found = find_profile(AUTO, this_machine(target.spec.device), shape)
+        found = find_profile(AUTO, here, shape, target.model)
         for note in found.notes:
             print(f"rose: {note}", file=sys.stderr)
-        grid, where = found.grid, ", ".join(map(str, found.paths)) or "none"
+        grid, numbers, where = found.grid, found.numbers, ", ".join(map(str, found.paths)) or "none"
         left_out = missing_here(target.spec, grid)
     else:
         profile = read_profile(options.profile)
         grid = next((grid for grid in profile.grids if grid.shape == shape), None)
-        where = f"{options.profile}, of {profile.machine.device}" + ("" if grid else "; it holds nothing of this shape")
-        left_out = {} if grid is None else dict(grid.excluded)
+        numbers = next((numbers for numbers in profile.models if numbers.shape == target.model), None)
+        where = f"{options.profile}, of {profile.machine.device}"
+        where += "" if grid or numbers else "; it holds nothing of this shape"
+        # What another GPU cannot run is not known here: there, what its own profile excludes.
+        tried_here = same_kind(profile.machine, here)
+        left_out = missing_here(target.spec, grid) if tried_here else dict(grid.excluded) if grid else {}
     print(f"profile: {where}")
+    for line in () if numbers is None else numbers_told(numbers):
+        print(f"  {line}")
     for line in explain(lengths, target.spec.head_dim, grid, left_out):
         print(line)
     return 0
@@ -134,10 +142,11 @@ def _measure(options: argparse.Namespace, target: Target) -> int:
     if options.profile is None:
         result = target.measure(limits)
         path = options.out or _default_path(result, target)
+        replaced = list(_replaced(path, result))
         write_profile(result.profile, path)
         rows += [row for run in result.runs for row in rows_of(run, run.grid, "first", facts)]
         print(f"{path}: measured in {time.monotonic() - started:.0f} s")
-        for line in _told(result):
+        for line in (*replaced, *_told(result)):
             print(line)
     else:
         result = Result(profile=read_profile(options.profile))
@@ -162,6 +171,23 @@ def _measure(options: argparse.Namespace, target: Target) -> int:
     return 0
 
 
+def _replaced(path: Path, result: Result) -> Iterator[str]:
+    """What a file that is there already says otherwise; asked before it is replaced."""
+    from rose.config.profile import read_profile
+    from rose.select.told import changes
+
+    if not path.exists():
+        return
+    try:
+        old = read_profile(path)
+    except RoseError as error:
+        yield f"  it replaces a file that is no profile: {error.message}"
+        return
+    found = list(changes(old, result.profile))
+    yield f"  it replaces that of {old.date or 'an unknown day'}" + (":" if found else "; nothing is chosen otherwise")
+    yield from (f"    {line}" for line in found)
+
+
 def _again(target: Target, limits: Options) -> Result:
     from dataclasses import replace
 
@@ -170,17 +196,11 @@ def _again(target: Target, limits: Options) -> Result:
 
 def _told(result: Result) -> list[str]:
     """What was found, for the eye."""
+    from rose.select.told import numbers_told
+
     lines = []
     for numbers in result.profile.models:
-        found = {
-            "tokens of a batch, online": numbers.online_tokens,
-            "tokens of a batch, bulk": numbers.bulk_tokens,
-            "graphs up to tokens": numbers.inflection_tokens,
-            "padded to 64 up to tokens": numbers.fine_tokens,
-            "threads": numbers.num_threads,
-            "faster dtype": numbers.fastest_dtype,
-        }
-        lines += [f"  {name}: {value}" for name, value in found.items() if value is not None]
+        lines += [f"  {line}" for line in numbers_told(numbers)]
     for run in result.runs:
         lines.append(f"{run.ways.shape}: {len(run.measured)} loads measured, {len(run.skipped)} without time")
         for found_at in run.measured:

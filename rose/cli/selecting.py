@@ -23,6 +23,8 @@ from rose.cli.shared import reading, resolve_model
 from rose.config import ModelFolder, read_model_folder
 from rose.config.architecture import read_architecture
 from rose.config.json_file import JsonFile
+from rose.config.profile import ModelShape
+from rose.engine.profiles import attention_shape, model_shape
 from rose.errors import StartupError
 from rose.models.base import attention_spec
 from rose.select.layer_ways import LAYERS
@@ -35,10 +37,17 @@ _HEADS = re.compile(r"(\d+)(?:/(\d+))?x(\d+)(:causal)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """`measure` runs all there is to measure of it; `floor`: least µs of a load, where the arithmetic is known."""
+    """What is measured.
+
+    Attributes:
+        model: what its numbers are looked up by; None of heads alone.
+        measure: runs all there is to measure of it.
+        floor: least µs of a load, where the arithmetic is known.
+    """
 
     name: str
     spec: AttentionSpec
+    model: ModelShape | None = None
     measure: Callable[[Options], Result]
     floor: Floor | None
 
@@ -88,7 +97,8 @@ def _of_folder(name: str, path: Path, options: argparse.Namespace, device: torch
 
     config = json.loads((folder.backbone_path / "config.json").read_text(encoding="utf-8"))
     floor = _model_floor(config) if folder.generation is None and device.type == "cuda" else None
-    return Target(name=name, spec=spec, measure=measure, floor=floor)
+    shape = model_shape(folder.architecture, attention_shape(spec))
+    return Target(name=name, spec=spec, model=shape, measure=measure, floor=floor)
 
 
 def _of_language_model(name: str, device: torch.device, dtype: torch.dtype) -> Target:
@@ -108,7 +118,8 @@ def _of_language_model(name: str, device: torch.device, dtype: torch.dtype) -> T
     def measure(limits: Options) -> Result:
         return measure_generating(architecture, spec, name, limits)
 
-    return Target(name=name, spec=spec, measure=measure, floor=_heads_floor(spec))
+    shape = model_shape(architecture, attention_shape(spec))
+    return Target(name=name, spec=spec, model=shape, measure=measure, floor=_heads_floor(spec))
 
 
 def _of_heads(text: str, device: torch.device, dtype: torch.dtype, known: str) -> Target:

@@ -19,6 +19,8 @@ from rose.config import ArchitectureConfig
 from rose.config.profile import AttentionShape, Machine, ModelShape, Products
 from rose.kernels import tiles
 
+# How the name of a CPU ends.
+_CPUS = " logical CPUs"
 # What a kernel's time depends on.
 PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4", "nvidia-cutlass-dsl")
 
@@ -32,9 +34,14 @@ def this_machine(device: torch.device) -> Machine:
     """The device as profiles name it, its driver, and the packages that are installed."""
     packages = {"rose": rose.__version__, "torch": torch.__version__}
     if device.type != "cuda":
-        return Machine(device=f"{_cpu_name()}, {os.cpu_count()} logical CPUs", packages=packages)
+        return Machine(device=f"{_cpu_name()}, {os.cpu_count()}{_CPUS}", packages=packages)
     packages |= {name: found for name in PACKAGES[1:] if (found := _version(name))}
     return Machine(device=torch.cuda.get_device_name(device), driver=_driver(), packages=packages)
+
+
+def same_kind(one: Machine, other: Machine) -> bool:
+    """Whether the same backends can serve on both: the same GPU, or any two CPUs."""
+    return one.device == other.device or (one.device.endswith(_CPUS) and other.device.endswith(_CPUS))
 
 
 def attention_shape(spec: AttentionSpec) -> AttentionShape:

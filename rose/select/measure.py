@@ -219,13 +219,12 @@ def _on_cpu(folder: ModelFolder, dtype: torch.dtype, name: str, options: Options
     finally:
         for bench in engines.values():
             bench.engine.close()
-    budgets = curves.budgets(found.saturation)
     attention = attention_shape(models[served].attention_spec(device, dtype))
     numbers = ModelNumbers(
         shape=model_shape(folder.architecture, attention),
         name=name,
-        online_tokens=budgets and budgets.online_tokens,
-        bulk_tokens=budgets and budgets.bulk_tokens,
+        online_tokens=found.online_tokens,
+        bulk_tokens=found.bulk_tokens,
         num_threads=found.num_threads,
         fastest_dtype=found.fastest_dtype,
         saturation=found.saturation,

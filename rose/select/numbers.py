@@ -37,20 +37,25 @@ def median_of(sample: Sample, repeats: int = REPEATS) -> float:
 
 
 def saturation_curve(
-    prepare: Callable[[tuple[int, ...]], Sample], tokens: Sequence[int], length: int, time_left: Callable[[], bool]
+    prepare: Callable[[tuple[int, ...]], Sample],
+    tokens: Sequence[int],
+    length: int,
+    time_left: Callable[[], bool],
+    at_least: int = 0,
+    repeats: int = REPEATS,
 ) -> Curve:
     """(tokens, µs of a batch) in ascending order, until the rate is flat or there is no time left.
 
     Args:
         prepare: lengths of a batch -> its sample.
-        length: of each sequence.
+        length: of each sequence. at_least: tokens up to which it is measured even where it is flat.
     """
     curve: list[tuple[int, float]] = []
     flat = 0
     for count in tokens:
-        if not time_left() or flat >= 2:
+        if not time_left() or (flat >= 2 and curve[-1][0] >= at_least):
             break
-        us = median_of(prepare(even(count, length)))
+        us = median_of(prepare(even(count, length)), repeats)
         best = max((t / u for t, u in curve), default=0.0)
         flat = flat + 1 if count / us <= best * (1 + FLAT) else 0
         curve.append((count, round(us, 1)))

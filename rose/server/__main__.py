@@ -14,9 +14,10 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from rose.config import EngineConfig, ServerConfig
+from rose.config.serving import CPU_TOKENS
 from rose.errors import RoseError
 from rose.server.device import DTYPES
-from rose.server.run import CPU_TOKENS, Serving, serve, write_ready
+from rose.server.run import Serving, serve, write_ready
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -22,6 +22,7 @@ import torch
 from rose.config import EngineConfig, ModelFolder, ServerConfig, read_model_folder
 from rose.config.profile import ModelNumbers
 from rose.config.reranker import Task
+from rose.config.serving import CPU_TOKENS
 from rose.convert import load_model
 from rose.engine import Engine, build_engine
 from rose.errors import StartupError
@@ -41,9 +42,6 @@ _log = logging.getLogger(__name__)
 
 # Single queries up to this long are captured before serving, in the steps their graphs come in.
 WARM_TOKENS, WARM_STEP = 1024, 64
-# Budgets of a CPU where nothing else is asked for: batches of 2048 tokens, whose activations stay in its caches, were
-# measured faster than those of 16384, and a query that arrives waits for the end of one.
-CPU_TOKENS: Mapping[str, Any] = {"online_tokens": 512, "bulk_tokens": 2048}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

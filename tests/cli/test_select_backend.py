@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from rose.bench.llm_shapes import LLM_SHAPES
 from rose.bench.shapes import SHAPES
 from rose.cli.selecting import parse_batch
 from rose.config import EngineConfig, read_model_folder
-from rose.config.profile import read_profile
+from rose.config.profile import Machine, read_profile, write_profile
 from rose.config.profile_files import SHIPPED, find_profile
 from rose.engine.profiles import attention_shape, this_machine
 from rose.errors import StartupError
@@ -64,6 +65,49 @@ def test_a_model_on_the_cpu_is_measured_and_then_served_by_it(cache, model, caps
     asked = fit_budgets({"bulk_tokens": 4096, "online_tokens": 77}, folder, cpu, found.numbers)
     assert (asked.online_tokens, asked.bulk_tokens) == (77, 4096)
     assert profile_of_folder(folder, cpu, torch.float32, "none").numbers is None
+
+
+def test_a_run_that_replaces_a_profile_tells_what_it_changes(cache, model, capsys) -> None:
+    arguments = ["select-backend", str(model), "--seconds", "3"]
+    assert cli.main(arguments) == 0
+    assert "it replaces" not in capsys.readouterr().out
+    (written,) = (cache / "profiles").glob("*.json")
+    first = read_profile(written)
+    (numbers,) = first.models
+    write_profile(
+        replace(first, date="2026-01-01", models=(replace(numbers, online_tokens=7, bulk_tokens=9),)), written
+    )
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    (now,) = read_profile(written).models
+    assert "  it replaces that of 2026-01-01:\n" in out
+    assert f"    tokens of a batch, online: 7 -> {now.online_tokens}\n" in out
+    assert f"    tokens of a batch, bulk: 9 -> {now.bulk_tokens}\n" in out
+    written.write_text("{")
+    assert cli.main(arguments) == 0
+    assert "  it replaces a file that is no profile: " in capsys.readouterr().out
+
+
+def test_explaining_tells_what_serving_takes_from_the_profile(cache, model, capsys, tmp_path) -> None:
+    assert cli.main(["select-backend", str(model), "--seconds", "3"]) == 0
+    (written,) = (cache / "profiles").glob("*.json")
+    mine = read_profile(written)
+    (numbers,) = mine.models
+    other = tmp_path / "other.json"
+    write_profile(replace(mine, machine=Machine(device="another one, 64 logical CPUs")), other)
+    capsys.readouterr()
+    for options in ([], ["--profile", str(written)], ["--profile", str(other)]):
+        assert cli.main(["select-backend", str(model), "--explain", "4x64", *options]) == 0
+        out = capsys.readouterr().out
+        assert f"profile: {other if str(other) in options else written}" in out
+        assert "holds nothing" not in out
+        assert f"\n  tokens of a batch, bulk: {numbers.bulk_tokens}\n" in out
+        # What serves a float32 batch on any CPU; the others are left out with their reason.
+        assert "\n  torch_sdpa: " in out
+        assert "otherwise triton_short: not measured; left out: " in out
+    bare = ["select-backend", "--shape", "16x64", "--explain", "4x64", "--profile", str(written)]
+    assert cli.main(bare) == 0
+    assert "it holds nothing of this shape" in capsys.readouterr().out
 
 
 def test_heads_alone_with_a_second_run(cache, capsys, tmp_path) -> None:
