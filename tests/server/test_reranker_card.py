@@ -44,7 +44,7 @@ def test_yes_and_no_with_a_template(tmp_path, capsys):
         assert facts["yes and no ids"] == f"{reranker.yes_id}, {reranker.no_id}"
         assert facts["labels"] == "yes"
         assert facts["activation"] == "sigmoid (config_sentence_transformers.json: activation_fn)"
-        assert facts["pair"] == "template qwen3"
+        assert facts["pair"] == "template qwen3 (the chat template)"
         assert (facts["prefix"], facts["suffix"]) == (repr(QWEN3_PREFIX), repr(QWEN3_SUFFIX))
         assert facts["instruction"] == f"{QWEN3_INSTRUCTION!r} (where a request has none)"
         assert not {"pooling", "normalised", "default prompt", "prompts", "dimensions"} & facts.keys()
