@@ -118,7 +118,15 @@ def test_a_conversation(tiny, monkeypatch, capsys):
     assert len(tiny.engine.generated) == 2
 
 
-def test_ctrl_c_ends_an_answer_and_not_the_conversation(tiny, monkeypatch):
+@pytest.fixture
+def heeds_ctrl_c():
+    """Python ignores SIGINT where it was started so, as a shell starts what runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(tiny, monkeypatch, heeds_ctrl_c):
     tiny.engine.pause_s = 0.3
 
     class Typed:
