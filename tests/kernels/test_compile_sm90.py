@@ -14,28 +14,15 @@ import rose.kernels
 from rose.kernels import tiles
 from rose.kernels.launch import triton
 from rose.kernels.tiles import Tile
+from tests.support.compiled_kernels import bf16, check
 
 pytestmark = pytest.mark.skipif(
     triton is None or triton.knobs.runtime.interpret, reason="needs Triton's compiler, not its interpreter"
 )
 
 
-def bf16(*shape):
-    return torch.empty(*shape, dtype=torch.bfloat16)
-
-
 def ints(n):
     return torch.empty(n, dtype=torch.int32)
-
-
-def check(compiled, count):
-    assert len(compiled) == count
-    for kernel in compiled:
-        text = kernel.asm["ptx"]
-        assert "griddepcontrol.wait" in text
-        assert "griddepcontrol.launch_dependents" in text
-        assert kernel.metadata.shared <= 227 * 1024
-        assert len(kernel.asm["cubin"]) > 0
 
 
 def test_norms(compiled):
