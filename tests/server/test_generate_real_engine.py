@@ -17,7 +17,7 @@ from rose.errors import Cancelled, InvalidInput, Unsupported
 from rose.proto import rose_pb2 as pb
 from rose.proto.frames import FrameType, encode_frame
 from rose.server.__main__ import main
-from tests.server.generate_frames import answer, ask
+from tests.server.generate_frames import answer, ask, payload
 from tests.server.generate_process import Process
 from tests.server.running_server import RawPeer
 from tests.support.tiny_checkpoints import tiny_bert
@@ -206,20 +206,25 @@ def test_two_hundred_requests_with_random_cancels_are_each_answered_once(folder,
     random = np.random.default_rng(11)
     different = prompts(random.integers(1, 90, size=12), seed=4)
     asked = {i: (int(random.integers(12)), int(random.integers(1, 40))) for i in range(1, 201)}
+    long = dict(enumerate(prompts([17] * 3, seed=5), 201))
     cancelled, answers = set(), {}
     with contextlib.ExitStack() as stack:
         few = ("--kv-cache-bytes", str(FEW_PAGES), "--max-running", "16", "--num-threads", "1")
         process = server if pages == "many" else stack.enter_context(Process(folder, *few))
         peers = [stack.enter_context(RawPeer(process.address, timeout_s=60)) for _ in range(2)]
+        # In one write, so that they run together however slowly the rest is asked: 16 pages each in the end.
+        options = {"max_new_tokens": 230, "temperature": 0.0, "ignore_eos": True}
+        frames = [encode_frame(FrameType.GENERATE, i, payload(ids, **options)) for i, ids in long.items()]
+        peers[0].send(b"".join(frames))
         for i, (which, count) in asked.items():
             ask(peers[i % 2], i, different[which], max_new_tokens=count, temperature=0.0, ignore_eos=True)
             if random.random() < 0.3:
                 target = int(random.integers(max(1, i - 20), i + 1))
                 cancelled.add(target)
                 peers[target % 2].send(encode_frame(FrameType.CANCEL, target))
-        for peer in peers:
+        for peer, count in zip(peers, (100 + len(long), 100), strict=True):
             mine: dict = {}
-            answer(peer, mine, 100)
+            answer(peer, mine, count)
             answers |= mine
         for i, (which, count) in asked.items():
             tokens, end = answers[i]
@@ -228,6 +233,8 @@ def test_two_hundred_requests_with_random_cancels_are_each_answered_once(folder,
             else:
                 assert (end.finish, end.completion_tokens, len(tokens)) == (pb.LENGTH, count, count)
             assert tokens == reference(different[which], 40)[: len(tokens)]
+        for i, ids in long.items():
+            assert answers[i][0] == reference(ids, 230)
         process.wait_for(pages_used=0, running=0, waiting=0)
         with Client(process.address) as client:
             counters = client.stats().engine_counters
