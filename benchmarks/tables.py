@@ -87,6 +87,7 @@ def rates(rows: list[Row]) -> str:
             told = f"{row['per_s']:.0f} emb/s"
         elif row["load"].startswith("concurrency"):
             what = f"{row['in_flight']} texts of {row['tokens']} in flight"
+            what += f", {row['fronts']} fronts" if row.get("fronts") else ""
             told = f"{row['p50_ms']:.1f} / {row['p99_ms']:.1f} ms, {row['per_s']:.0f} emb/s"
         else:
             continue

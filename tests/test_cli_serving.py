@@ -42,11 +42,12 @@ def test_the_front_gets_its_options(served, tmp_path):
     options = ["--host", "0.0.0.0", "--http", "81", "--grpc", "82", "--timeout", "7.5", "--strict-dimensions"]
     options += ["--drain-seconds", "3", "--max-items", "9", "--max-body-bytes", "1000"]
     options += ["--max-request-tokens", "77", "--max-held-bytes", "2000", "--tokenizer-threads", "5"]
-    options += ["--replica-silence-seconds", "1.5", "--replica-spin-seconds", "0.01"]
+    options += ["--replica-silence-seconds", "1.5", "--replica-spin-seconds", "0.01", "--fronts", "3"]
     assert cli.main(["serve", str(tmp_path), *options]) == 0
     folder, config, _ = served[0]
     assert (config.max_request_tokens, config.max_held_bytes, config.tokenizer_threads) == (77, 2000, 5)
     assert (config.replica_silence_seconds, config.replica_spin_seconds) == (1.5, 0.01)
+    assert (config.fronts, config.shared_ports) == (3, False)
     assert folder == tmp_path
     assert (config.host, config.http_port, config.grpc_port) == ("0.0.0.0", 81, 82)
     assert (config.drain_seconds, config.max_items, config.max_body_bytes) == (3.0, 9, 1000)
@@ -125,7 +126,9 @@ def test_a_folder_is_served_under_its_own_name(served, tmp_path, monkeypatch):
 
 def test_the_gateway_gets_its_replicas(tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr("rose.gateway.run.run_front", lambda config, folder, **_: calls.append((config, folder)) or 0)
+    monkeypatch.setattr(
+        "rose.gateway.fronts.run_fronts", lambda config, folder, **_: calls.append((config, folder)) or 0
+    )
     assert cli.main(["gateway", str(tmp_path), "--replica", "10.0.0.5:7000", "unix:/run/rose"]) == 0
     config, folder = calls[0]
     assert (config.replicas, folder) == (("10.0.0.5:7000", "unix:/run/rose"), tmp_path)
@@ -138,7 +141,7 @@ READING = ["--pooling", "cls", "--causal", "--task", "rerank", "--rerank-templat
     ("command", "target"),
     [
         (["serve"], "rose.gateway.supervise.serve"),
-        (["gateway", "--replica", "unix:/x"], "rose.gateway.run.run_front"),
+        (["gateway", "--replica", "unix:/x"], "rose.gateway.fronts.run_fronts"),
         (["info"], "rose.config.read_model_folder"),
     ],
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import cache
 
 from rose.bench import loads
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser, warm_up=True)
     parser.add_argument("--tokens", type=int, default=512, help="of each text, special tokens included")
     parser.add_argument("--in-flight", nargs="+", type=int, default=list(IN_FLIGHT), help="client processes, in turn")
+    parser.add_argument("--fronts", type=int, default=1, help="front processes (rose serve --fronts)")
     parser.add_argument("--backend", default="auto", help="attention backend")
     add_window_arguments(parser, seconds=8.0, warm=2.0)
 
@@ -61,7 +63,8 @@ def _run_model(target: Target, arguments: argparse.Namespace) -> int:
         return _make(target, read, arguments)
 
     failed = 0
-    for place in places(target, ["http"], arguments, meanwhile=made):
+    fronts = ("--fronts", str(arguments.fronts))
+    for place in places(target, ["http"], arguments, meanwhile=made, front_options=fronts):
         texts, expected = made()
         with stage("check", arguments.verbose):
             cosine = _check(place, target, texts[0], expected)
@@ -99,6 +102,8 @@ def run(
     found, meter = timed_window(place, sent, target, arguments)
     backend = backend_name(target, read, load, arguments.backend) if place.engine else "unknown"
     row = window_row(found, meter, load, target, via="http", in_flight=in_flight, backend=backend, cosine=cosine)
+    if place.engine is not None and arguments.fronts > 1:
+        row = replace(row, fronts=arguments.fronts)
     print_row(row)
     return row
 

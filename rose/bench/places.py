@@ -40,6 +40,7 @@ def places(
     arguments: argparse.Namespace,
     engine_options: Sequence[str] = (),
     meanwhile: Callable[[], object] = lambda: None,
+    front_options: Sequence[str] = (),
 ) -> Iterator[Place]:
     """Each way in turn, ready; closed when the next one is asked for.
 
@@ -53,7 +54,7 @@ def places(
         return
     options = ["--backend", arguments.backend, *engine_options] + ([] if arguments.warm_up else ["--no-warm-up"])
     with (
-        served(target.folder, target.name, options, meanwhile=meanwhile, verbose=arguments.verbose) as where,
+        served(target.folder, target.name, options, front_options, meanwhile, arguments.verbose) as where,
         closing(LinkDriver(where.link)) as engine,
     ):
         for via in ways:

@@ -83,11 +83,14 @@ def _throughput(axes: Any, rows: Sequence[Row], model: str) -> None:
 
 
 def _concurrency(axes: Any, rows: Sequence[Row], model: str) -> None:
-    ordered = sorted(rows, key=lambda row: row.in_flight)
-    at = [row.in_flight for row in ordered]
-    for name, style in (("p50", "o-"), ("p90", "s--"), ("p99", "^:")):
-        axes.plot(at, [getattr(row, f"{name}_ms") for row in ordered], style, color=COLORS["http"], label=name)
-    tokens = ordered[0].tokens
+    for fronts, shade in zip(sorted({row.fronts or 1 for row in rows}), (0.4, 1.0), strict=False):
+        own = sorted((row for row in rows if (row.fronts or 1) == fronts), key=lambda row: row.in_flight)
+        for name, style in (("p50", "o-"), ("p90", "s--"), ("p99", "^:")):
+            numbers = [getattr(row, f"{name}_ms") for row in own]
+            label = name + (f", {fronts} fronts" if fronts > 1 else "")
+            axes.plot([row.in_flight for row in own], numbers, style, color=COLORS["http"], alpha=shade, label=label)
+    at = sorted({row.in_flight for row in rows})
+    tokens = rows[0].tokens
     floor = [floor_ms(SHAPES[model].config, tokens, n) for n in at]
     axes.plot(at, floor, "--", color="gray", label="floor of the chip, all of them in one batch")
     axes.set(xscale="log", xlabel=f"texts of {tokens} tokens in flight, over HTTP", ylabel="ms", ylim=(0, None))

@@ -58,6 +58,7 @@ class Row:
         settled_s: under load before the window began: until no batch of a new shape had come for --warm seconds.
         first_runs: in the window, batches that were the first, or the first captured, of their shape; each may be slow.
         gpu_util: share of the samples' time in which any kernel ran, as NVML tells it.
+        fronts: front processes, where there are several.
         new_tokens: generated a prompt.
         ttft_ms, ttft_p99_ms: from sending a request to its first token: median, and 99 of 100.
         tpot_ms, tpot_p99_ms: of a request, (last token - first) / (n - 1).
@@ -92,6 +93,7 @@ class Row:
     gpu_util: float | None = None
     settled_s: float | None = None
     first_runs: int | None = None
+    fronts: int | None = None
     new_tokens: int | None = None
     ttft_ms: float | None = None
     ttft_p99_ms: float | None = None
@@ -103,7 +105,7 @@ class Row:
 
     @property
     def key(self) -> tuple[object, ...]:
-        size = (self.tokens, self.batch, self.in_flight)
+        size = (self.tokens, self.batch, self.in_flight, self.fronts or 1)
         return (self.load, self.model, *size, self.via, self.dtype, self.backend, self.new_tokens or 0)
 
 
@@ -128,7 +130,7 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
     new = list(rows)
     keys = {row.key for row in new}
     kept = [row for row in read_rows(path) if row.key not in keys]
-    ordered = sorted(kept + new, key=lambda row: tuple(map(str, row.key[:2])) + tuple(row.key[2:5]) + row.key[5:])
+    ordered = sorted(kept + new, key=lambda row: tuple(map(str, row.key[:2])) + row.key[2:])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(_line(row) for row in ordered), encoding="utf-8")
 

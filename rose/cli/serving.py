@@ -41,6 +41,7 @@ _ENGINE_LIMITS = {
 }
 # option -> field of GatewayConfig, type, help. What is not given keeps the field's own default.
 _FRONT_LIMITS: dict[str, tuple[str, type, str]] = {
+    "--fronts": ("fronts", int, "front processes on the same ports, for thousands of requests a second (default: 1)"),
     "--timeout": ("default_timeout_s", float, "deadline of a request that states none, in seconds (default: 300)"),
     "--drain-seconds": ("drain_seconds", float, "how long SIGTERM waits for open requests (default: 30)"),
     "--max-items": ("max_items", int, "most inputs of one request (default: 2048)"),
@@ -146,11 +147,11 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _gateway(options: argparse.Namespace) -> int:
-    from rose.gateway.run import run_front
+    from rose.gateway.fronts import run_fronts
 
     _log_to_stderr(options.log_level)
     config = _front_config(options, tuple(options.replica))
-    return run_front(config, resolve_model(options), reading=reading(options), on_listening=_announce)
+    return run_fronts(config, resolve_model(options), reading=reading(options), on_listening=_announce)
 
 
 def _front_config(options: argparse.Namespace, replicas: tuple[str, ...]) -> GatewayConfig:

@@ -104,6 +104,10 @@ class GatewayConfig:
         tokenizer_queue: requests that may wait for that pool or run in it; more are answered 429.
         default_timeout_s: deadline of a request that states none.
         strict_dimensions: refuse `dimensions` the model was not trained for.
+        fronts: processes that share the ports, each with these limits for itself. One event loop answers one to two
+            thousand requests a second, and a device can be quicker.
+        shared_ports: this process is one of several on its ports.
+        metrics_folder: where it counts, for the page of metrics of all of them; empty: in memory.
     """
 
     replicas: tuple[str, ...]
@@ -126,6 +130,9 @@ class GatewayConfig:
     default_timeout_s: float = 300.0
     drain_seconds: float = 30.0
     strict_dimensions: bool = False
+    fronts: int = 1
+    shared_ports: bool = False
+    metrics_folder: str = ""
 
 
 # Option -> field, for those that the command line spells otherwise.
@@ -134,7 +141,7 @@ _SPELLED = {"default_timeout_s": "--timeout", "http_port": "--http", "grpc_port"
 _MAX_SECONDS = 0xFFFFFFFF / 1000
 _MIN_COUNTS = (
     *("max_body_bytes", "max_items", "max_request_tokens", "max_documents", "max_chunks", "max_context_tokens"),
-    *("tokenizer_threads", "tokenizer_queue"),
+    *("tokenizer_threads", "tokenizer_queue", "fronts"),
 )
 
 

@@ -2,7 +2,8 @@
 
     run.py                 a front alone: listen, drain at SIGTERM
     supervise.py           a front and its engine processes as one thing; socket_folder.py where their sockets lie
-    engine_process.py      one engine process as a child
+    fronts.py              several fronts on the same ports, as children (__main__.py is one of them)
+    keeper.py              a child that is started again when it dies; child_process.py is the child
     front.py, carriers.py  the parts put together; the listeners around them
     lifecycle.py           takes requests or drains; how many are open
 

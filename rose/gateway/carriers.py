@@ -70,8 +70,9 @@ class Carriers:
 
     async def _open_http(self, host: str, port: int) -> str:
         try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+            listener = socket.create_server(
+                (host, port), family=family_of(host), backlog=BACKLOG, reuse_port=self._config.shared_ports
+            )
         except OSError as error:
             raise StartupError(f"HTTP cannot listen on {host}:{port}: {error}") from None
         self._http = _Http(
@@ -95,6 +96,10 @@ class Carriers:
                 self._serving.result()
             await asyncio.sleep(0.005)
         return f"{host}:{listener.getsockname()[1]}"
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 class _Http(uvicorn.Server):

@@ -5,6 +5,7 @@ Knows who needs whom; knows neither sockets nor signals.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ async def make_front(
     """
     check_gateway_config(config)
     facts = read_facts(model_folder, reading)
-    metrics, lifecycle = Metrics(), Lifecycle()
+    metrics, lifecycle = Metrics(config.metrics_folder), Lifecycle()
     tokenizer = TextTokenizer(
         facts.tokenizer_folder,
         threads=config.tokenizer_threads,
@@ -80,6 +81,7 @@ async def make_front(
     def check_card(card: pb.ModelCard, address: str) -> None:
         tokenizer.check_same(card.tokenizer_sha256, address)
 
+    sharing: asyncio.Task[None] | None = None
     try:
         async with ReplicaPool(
             config.replicas,
@@ -102,8 +104,11 @@ async def make_front(
             contextual = ContextualService(service, facts)
             bodies = BodyBudget(config.max_held_bytes or HELD_BODIES * config.max_body_bytes)
             http = http_front(service, rank, contextual, generate, pages, lifecycle, metrics, bodies)
+            sharing = asyncio.get_running_loop().create_task(metrics.share()) if config.metrics_folder else None
             yield Front(http, service, rank, generate, lifecycle, metrics, pool, pages, bodies)
     finally:
+        if sharing is not None:
+            sharing.cancel()
         tokenizer.close()
 
 

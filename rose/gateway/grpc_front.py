@@ -54,7 +54,7 @@ class GrpcFront:
                 # is refused here, with the limit in words.
                 ("grpc.max_receive_message_length", 2 * limit),
                 ("grpc.max_send_message_length", -1),
-                ("grpc.so_reuseport", 0),
+                ("grpc.so_reuseport", int(front.service.config.shared_ports)),
             )
         )
         methods = {

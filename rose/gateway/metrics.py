@@ -1,16 +1,20 @@
 """What the front counts: requests, stages, tokens, replicas, and the engines' own counters passed on.
 
-Gauges are read when the page is asked for, so they cannot drift from what they describe. Every label has a bounded set
-of values. Knows numbers; knows neither requests nor replicas beyond the few attributes it reads.
+Gauges are read when the page is asked for, so they cannot drift from what they describe. Several fronts on one port
+count in files of one folder: whichever is asked adds up what lies there, and each writes its gauges twice a second for
+the others. Every label has a bounded set of values. Knows numbers; knows neither requests nor replicas beyond the few
+attributes it reads.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from rose.proto import rose_pb2 as pb
@@ -22,6 +26,8 @@ SECONDS = (
 )
 # A second series for every counter and histogram, with nothing in it but when this process made it.
 disable_created_metrics()  # type: ignore[no-untyped-call]
+# How old the gauges of other fronts may be.
+SHARE_S = 0.5
 TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536, 262144)
 
 
@@ -38,11 +44,17 @@ class ReplicaView(Protocol):
 
 
 class Metrics:
-    """One registry a front, so that several can live in one process."""
+    """One registry a front, so that several can live in one process.
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        to = self.registry
+    Args:
+        folder: where several fronts count together; empty: this one counts for itself. prometheus_client must have been
+            told of it before it was imported (PROMETHEUS_MULTIPROC_DIR).
+    """
+
+    def __init__(self, folder: str = "") -> None:
+        self._folder = folder
+        self._own = CollectorRegistry()
+        to = self._own
         self.requests = Counter("rose_requests", "Finished requests.", ("carrier", "route", "status"), registry=to)
         self._durations = Histogram(
             "rose_request_seconds",
@@ -71,9 +83,36 @@ class Metrics:
         )
         self.retries = Counter("rose_part_retries", "Parts sent to another replica after one failed.", registry=to)
         self.cancelled = Counter("rose_cancelled", "Requests whose caller left before the answer.", registry=to)
-        self._in_flight = Gauge("rose_requests_in_flight", "Requests not yet answered.", registry=to)
-        self._tokenizer = Gauge("rose_tokenizer_pool_depth", "Lists of texts in the tokenizer pool.", registry=to)
-        self._ready = Gauge("rose_ready", "1 while requests are taken.", registry=to)
+        # Of several fronts: their sum, or the least of them; those that have ended do not count.
+        self._in_flight = Gauge(
+            "rose_requests_in_flight", "Requests not yet answered.", registry=to, multiprocess_mode="livesum"
+        )
+        self._tokenizer = Gauge(
+            "rose_tokenizer_pool_depth",
+            "Lists of texts in the tokenizer pool.",
+            registry=to,
+            multiprocess_mode="livesum",
+        )
+        self._ready = Gauge("rose_ready", "1 while requests are taken.", registry=to, multiprocess_mode="livemin")
+        self._replica_ready = Gauge(
+            "rose_replica_ready",
+            "1 while parts are sent to it.",
+            ("replica",),
+            registry=to,
+            multiprocess_mode="livemin",
+        )
+        self._outstanding = {
+            kind: Gauge(
+                f"rose_replica_outstanding_{kind}",
+                "Sent, not yet answered.",
+                ("replica",),
+                registry=to,
+                multiprocess_mode="livesum",
+            )
+            for kind in ("tokens", "parts")
+        }
+        self._read: Callable[[], None] = lambda: None
+        self._engines = _Engines(())
         self._cached: dict[tuple[str, str, str], tuple[Counter, Histogram]] = {}
 
     def finished(self, carrier: str, route: str, status: str, seconds: float) -> None:
@@ -93,14 +132,39 @@ class Metrics:
         ready: Callable[[], float],
     ) -> None:
         """Connect the gauges to what they show."""
-        self._in_flight.set_function(in_flight)
-        self._tokenizer.set_function(tokenizer_pool)
-        self._ready.set_function(ready)
-        self.registry.register(_Replicas(replicas))
+
+        def read() -> None:
+            self._in_flight.set(in_flight())
+            self._tokenizer.set(tokenizer_pool())
+            self._ready.set(ready())
+            for replica in replicas:
+                self._replica_ready.labels(replica.name).set(float(replica.ready))
+                self._outstanding["tokens"].labels(replica.name).set(replica.outstanding_tokens)
+                self._outstanding["parts"].labels(replica.name).set(replica.outstanding_parts)
+
+        self._read = read
+        self._engines = _Engines(replicas)
+
+    def collected(self) -> CollectorRegistry:
+        """All there is to tell now, of all fronts that share a folder."""
+        self._read()
+        page = CollectorRegistry()
+        if self._folder:
+            MultiProcessCollector(page, path=self._folder)  # type: ignore[no-untyped-call]
+        else:
+            page.register(self._own)
+        page.register(self._engines)
+        return page
+
+    async def share(self) -> None:
+        """Keep this front's gauges where the others find them, for ever."""
+        while True:
+            self._read()
+            await asyncio.sleep(SHARE_S)
 
 
-class _Replicas(Collector):
-    """Gauges per replica, and each engine's counters as it last gave them."""
+class _Engines(Collector):
+    """Each engine's counters as it last gave them: the same to every front."""
 
     def __init__(self, replicas: Sequence[ReplicaView]) -> None:
         self._replicas = replicas
@@ -109,17 +173,6 @@ class _Replicas(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        ready = GaugeMetricFamily("rose_replica_ready", "1 while parts are sent to it.", labels=["replica"])
-        tokens = GaugeMetricFamily("rose_replica_outstanding_tokens", "Sent, not yet answered.", labels=["replica"])
-        parts = GaugeMetricFamily("rose_replica_outstanding_parts", "Sent, not yet answered.", labels=["replica"])
-        for replica in self._replicas:
-            ready.add_metric([replica.name], float(replica.ready))
-            tokens.add_metric([replica.name], replica.outstanding_tokens)
-            parts.add_metric([replica.name], replica.outstanding_parts)
-        yield from (ready, tokens, parts)
-        yield from self._engines()
-
-    def _engines(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
         for replica in self._replicas:
             if replica.stats is None:

@@ -87,7 +87,7 @@ class Pages:
     async def metrics(self, request: Request) -> Response:
         await self._service.pool.refresh_stats(STATS_TIMEOUT_S)
         encoder, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encoder(self._metrics.registry), headers={"content-type": content_type})
+        return Response(encoder(self._metrics.collected()), headers={"content-type": content_type})
 
     async def openapi(self, request: Request) -> Response:
         return Response(self._openapi, media_type="application/json")

@@ -64,36 +64,32 @@ class Stop:
                 loop.remove_signal_handler(one)
 
 
+def run_until_signal(serve: Callable[[Stop], Coroutine[Any, Any, int]]) -> int:
+    """What `serve` returns, in an event loop of its own; signals tell its argument. Blocks."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+    async def main() -> int:
+        stop = Stop()
+        with stop.on_signals():
+            return await serve(stop)
+
+    return uvloop.run(main())
+
+
 def run_front(
     config: GatewayConfig,
     model_folder: Path,
     *,
     reading: Reading | None = None,
     on_listening: OnListening | None = None,
+    on_ready: OnListening | None = None,
 ) -> int:
-    """Run a front until a signal. Blocks.
-
-    Args:
-        config: its limits and the replicas' addresses.
-        model_folder: holds the tokenizer.json that the replicas were built for.
-        reading: what settles the reading of the folder, as the replicas were given it; see `make_front`.
-        on_listening: called once, with the ports in use.
-
-    Returns:
-        The exit status: 0 if every request was answered, 1 if some were cut off.
-
-    Raises:
-        CheckpointError: no usable tokenizer.
-        StartupError: a port that cannot be had.
-    """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-
-    async def main() -> int:
-        stop = Stop()
-        with stop.on_signals():
-            return await serve_front(config, model_folder, stop, reading=reading, on_listening=on_listening)
-
-    return uvloop.run(main())
+    """Run one front until a signal. Blocks; args, result and errors as `serve_front`."""
+    return run_until_signal(
+        lambda stop: serve_front(
+            config, model_folder, stop, reading=reading, on_listening=on_listening, on_ready=on_ready
+        )
+    )
 
 
 async def serve_front(
@@ -105,10 +101,21 @@ async def serve_front(
     on_listening: OnListening | None = None,
     on_ready: OnListening | None = None,
 ) -> int:
-    """The same inside a running event loop, until `stop`.
+    """A front in this process, until `stop`.
 
     Args:
-        on_ready: called once, with the ports, when the first replica is ready.
+        config: its limits and the replicas' addresses.
+        model_folder: holds the tokenizer.json that the replicas were built for.
+        reading: what settles the reading of the folder, as the replicas were given it; see `make_front`.
+        on_listening: called once, with the ports in use.
+        on_ready: the same, when the first replica is ready.
+
+    Returns:
+        The exit status: 0 if every request was answered, 1 if some were cut off.
+
+    Raises:
+        CheckpointError: no usable tokenizer.
+        StartupError: a port that cannot be had.
     """
     async with make_front(config, model_folder, reading=reading) as front:
         carriers = Carriers(front, config)

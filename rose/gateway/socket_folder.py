@@ -1,4 +1,4 @@
-"""The folder of a server's sockets, and the end of those that killed servers left behind.
+"""The folder of a server's sockets, or of several fronts' counts, and the end of those that killed servers left behind.
 
 A folder in use is locked (flock) by the process that made it, and the kernel unlocks it however that process ends: one
 that can be locked belongs to nobody any more. Services that clean /tmp up by age leave locked folders alone, too. Knows

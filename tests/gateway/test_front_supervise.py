@@ -15,9 +15,10 @@ import httpx
 import pytest
 
 from rose.errors import StartupError
-from rose.gateway import supervise
-from rose.gateway.engine_process import EngineProcess
-from rose.gateway.supervise import Keeper, engine_command
+from rose.gateway import keeper
+from rose.gateway.child_process import ChildProcess
+from rose.gateway.keeper import Keeper
+from rose.gateway.supervise import engine_command
 from tests.gateway.processes import alive, command, ports, running, wait_for
 from tests.support.tiny_checkpoints import tiny_bert
 
@@ -163,7 +164,7 @@ def test_what_an_engine_writes_is_passed_on_whatever_it_is(text_folder, tmp_path
     )
 
     async def run():
-        process = await EngineProcess.start([sys.executable, "-c", noise])
+        process = await ChildProcess.start([sys.executable, "-c", noise])
         return await asyncio.wait_for(process.wait(), 20), process.last_words
 
     assert asyncio.run(run()) == (0, "last")
@@ -173,7 +174,7 @@ def test_a_child_of_the_engine_that_holds_its_pipes_is_not_waited_for(tmp_path):
     code = "import subprocess, sys; subprocess.Popen(['sleep', '30']); sys.exit('rose-server: gone')"
 
     async def run():
-        process = await EngineProcess.start([sys.executable, "-c", code])
+        process = await ChildProcess.start([sys.executable, "-c", code])
         status = await asyncio.wait_for(process.wait(), 10)
         os.killpg(process.pid, signal.SIGKILL)
         return status, process.last_words
@@ -200,15 +201,14 @@ def test_the_reason_of_a_real_engine_comes_last(tmp_path, arguments, words):
 
 
 def test_restarts_are_bounded(text_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(supervise, "FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(supervise, "MAX_RESTARTS", 2)
+    monkeypatch.setattr(keeper, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(keeper, "MAX_RESTARTS", 2)
     pids = tmp_path / "pids"
-    make = lambda address: command(  # noqa: E731
-        "engine", address=address, folder=str(text_folder), pids=str(pids), lives_s=0.01
-    )
+    socket = f"unix:{tmp_path}/socket"
+    engine = command("engine", address=socket, folder=str(text_folder), pids=str(pids), lives_s=0.01)
     monkeypatch.chdir(Path(__file__).parents[2])
     with pytest.raises(StartupError, match="ended 3 times in a row, the last time with status 4"):
-        asyncio.run(Keeper(make, tmp_path / "socket").keep())
+        asyncio.run(Keeper(lambda: engine, "engine").keep())
     assert len(pids.read_text().split()) == 3
 
 

@@ -1,4 +1,4 @@
-"""One engine process as a child: started, watched, ended, and never left behind.
+"""One engine or front process as a child: started, watched, ended, and never left behind.
 
 The kernel kills the child the moment this process is gone, however it went (PR_SET_PDEATHSIG), so that no engine keeps
 a GPU's memory without a front. Knows processes; knows neither the light link nor requests.
@@ -16,15 +16,16 @@ import sys
 from collections.abc import Callable, Sequence
 
 log = logging.getLogger("rose.gateway")
-READY_LINE = b"rose-server ready"
-# How the engine and its option parser begin the line that says why they refuse to start.
-REFUSAL = re.compile(rb"rose-server: |.*rose\.server: error: ")
+READY_LINES = (b"rose-server ready", b"rose-front ready")
+SERVING_LINE = b"rose-front serving"
+# How an engine, its option parser and a front begin the line that says why they refuse to start.
+REFUSAL = re.compile(rb"rose-server: |.*rose\.server: error: |rose-front: ")
 # Lines are kept up to this length, and whoever writes without ever ending one is not waited for.
 LINE_BYTES = 16 << 10
-# An engine's own children may hold its pipes open after its end.
+# A child's own children may hold its pipes open after its end.
 READ_ON_S = 1.0
-# Runs in the child before it becomes the engine: 1 is PR_SET_PDEATHSIG. A parent that died meanwhile sends no signal
-# any more, so its absence is checked afterwards.
+# Runs in the child before it becomes what it is for: 1 is PR_SET_PDEATHSIG. A parent that died meanwhile sends no
+# signal any more, so its absence is checked afterwards.
 _LAUNCH = """\
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
@@ -34,25 +35,26 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
-class EngineProcess:
+class ChildProcess:
     """A started child.
 
     Attributes:
         name: in the log.
-        ready: set once the child has said that it serves.
+        ready: set once the child has said that it listens.
+        serving: set once a front has said that a replica is ready.
         last_words: why it refused to start, or else the last line it wrote on standard error.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
         self.name = name
-        self.ready = asyncio.Event()
+        self.ready, self.serving = asyncio.Event(), asyncio.Event()
         self.last_words = ""
         self._refused = False
         self._process = process
         self._readers: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def start(cls, command: Sequence[str], name: str = "engine") -> EngineProcess:
+    async def start(cls, command: Sequence[str], name: str = "child") -> ChildProcess:
         """Start it in a session of its own: Ctrl-C in a terminal must reach the front alone, which drains first."""
         # Pipes of our own: asyncio's would keep the process from having ended for as long as anybody holds them.
         output, errors = os.pipe(), os.pipe()
@@ -81,6 +83,11 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def status(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        return self._process.returncode
+
     async def wait(self) -> int:
         """Until it ends. Returns its exit status, negative for a signal."""
         status = await self._process.wait()
@@ -105,12 +112,14 @@ class EngineProcess:
                 self._process.send_signal(number)
 
     def _said(self, line: bytes) -> None:
-        if line.startswith(READY_LINE):
+        if line.startswith(READY_LINES):
             self.ready.set()
+        elif line.startswith(SERVING_LINE):
+            self.serving.set()
         log.info("%s (%d): %s", self.name, self.pid, line.decode(errors="replace").rstrip())
 
     def _complained(self, line: bytes) -> None:
-        """Passed on as it is: it is the engine's log."""
+        """Passed on as it is: it is the child's log."""
         text = line.decode(errors="replace")
         sys.stderr.write(text)
         refusal = REFUSAL.match(line)
