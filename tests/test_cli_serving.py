@@ -202,12 +202,12 @@ def get(url: str) -> dict:
 
 
 def wait_ready(base: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while True:
         try:
             get(f"{base}/ready")
         except OSError:
-            assert time.monotonic() < deadline, "not ready within 60 s"
+            assert time.monotonic() < deadline, "not ready within 120 s"
             time.sleep(0.1)
         else:
             return

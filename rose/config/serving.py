@@ -22,8 +22,11 @@ class EngineConfig:
     """Budgets of the scheduler and of the graphs.
 
     Attributes:
-        online_tokens: most tokens of a batch while single queries wait. On an H200 larger batches still raise the
-            rate, but every query in the batch then waits for all of it.
+        online_tokens: most tokens of a batch while single queries wait. A batch grows to this only where so much waits,
+            and then all of it ends sooner in few batches than in many: with an H200's times, 16 queries of 512 tokens
+            in flight take 9.7 ms each with 8192, 11.7 with 2048.
+        single_tokens: a request of several sequences counts as a single query up to so many tokens in all, and no more than
+            `online_tokens`.
         bulk_tokens: most tokens of a batch otherwise.
         shared_tokens: most tokens of larger requests in a batch while single queries come: within a quarter of a second
             of the last one. A query that arrives waits for the batch under way, so this bounds what it waits: with 256,
@@ -42,7 +45,8 @@ class EngineConfig:
         profile: path of what `rose select-backend` measured; "auto" looks for a profile of the device, "none" for none.
     """
 
-    online_tokens: int = 2048
+    online_tokens: int = 8192
+    single_tokens: int = 2048
     bulk_tokens: int = 16384
     shared_tokens: int = 256
     max_sequences: int = 512

@@ -185,7 +185,8 @@ class Scheduler:
         """
         config = self._config
         lengths = check_request(request, config.max_tokens, self._open, self._type_vocab_size)
-        single = request.priority is Priority.ONLINE and (len(lengths) == 1 or sum(lengths) <= config.online_tokens)
+        few = min(config.single_tokens, config.online_tokens)
+        single = request.priority is Priority.ONLINE and (len(lengths) == 1 or sum(lengths) <= few)
         opened = OpenRequest(request, outputs, lengths, self._next_serial(), single=single)
         if not request.checked:
             check_ids(opened, self._vocab_size)

@@ -23,10 +23,9 @@ _INT32 = np.dtype(np.int32)
 
 def check_engine_config(config: EngineConfig) -> None:
     """Raises StartupError naming the first number that cannot work."""
-    least = {"online_tokens": 1, "bulk_tokens": 1, "max_sequences": 1, "max_tokens": 1, "max_in_flight": 1}
-    for name, smallest in least.items():
-        if getattr(config, name) < smallest:
-            raise StartupError(f"{name} must be at least {smallest}, not {getattr(config, name)}")
+    for name in ("online_tokens", "single_tokens", "bulk_tokens", "max_sequences", "max_tokens", "max_in_flight"):
+        if getattr(config, name) < 1:
+            raise StartupError(f"{name} must be at least 1, not {getattr(config, name)}")
     if config.bulk_tokens < config.online_tokens:
         raise StartupError(f"bulk_tokens ({config.bulk_tokens}) is smaller than online_tokens ({config.online_tokens})")
     if config.max_in_flight > 2:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from rose.attention_backends.choose import TIE
 from rose.config.serving import CPU_TOKENS
-from rose.select import curves
 from rose.select.comparing import Sample, compare, interval
 from rose.select.numbers import Curve, even, saturation_curve
 from rose.select.session import Budget, Progress, Silent
@@ -22,6 +21,8 @@ LENGTH = 64
 BATCHES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 # Tokens of the batch that threads and dtypes are compared by.
 COMPARED = 512
+# Share of the best rate at which the online default stays: a query that arrives waits for the end of a batch.
+GOOD = 0.80
 # What a size must gain on the default bulk size; less is what a flat curve moves by between two runs.
 WORTH_CHANGING = 0.05
 # In which the sizes are compared; fewer than comparing.MIN_ROUNDS change nothing.
@@ -137,7 +138,7 @@ def budgets(times: Times) -> tuple[int | None, int | None]:
     """
     online, bulk = CPU_TOKENS["online_tokens"], CPU_TOKENS["bulk_tokens"]
     most = _kept_or_nearest({tokens: us for tokens, us in times.items() if tokens >= online}, bulk, 1 - WORTH_CHANGING)
-    few = _kept_or_nearest(times, online, curves.GOOD)
+    few = _kept_or_nearest(times, online, GOOD)
     return (few if few is None or most is None else min(few, most)), most
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Share of the best rate at which a batch counts as full, and at which one counts as large enough to wait for.
-FULL, GOOD = 0.97, 0.80
+# Share of the best rate that a bulk batch has to reach, and one of single queries: those wait for each other only where
+# more of them wait than run, and then most of the rate is what shortens the wait.
+FULL, GOOD = 0.97, 0.95
 # A plain run this close to its graph's replay is as fast.
 AS_FAST = 0.02
 # What fine steps of padding must save to be worth four times the graphs.

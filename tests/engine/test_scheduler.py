@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,6 +48,19 @@ def test_an_empty_queue_gives_nothing():
     assert not scheduler.full
     assert scheduler.next_deadline() is None
     assert (scheduler.queued_tokens, scheduler.queued_requests, scheduler.queued_sequences) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "single_tokens", "single"),
+    [([60, 60], 120, True), ([60, 61], 120, False), ([900], 120, True), ([60, 60], 1000, True), ([60, 61], 1000, True)],
+)
+def test_few_short_sequences_count_as_a_single_query(lengths, single_tokens, single):
+    scheduler = make(replace(CONFIG, online_tokens=300, single_tokens=single_tokens))
+    add(scheduler, 1, lengths)
+    assert scheduler.single_waits == single
+    small = make(replace(CONFIG, online_tokens=100, single_tokens=single_tokens))
+    add(small, 1, lengths)
+    assert small.single_waits == (len(lengths) == 1), "they would not fit into its batch"
 
 
 @pytest.mark.parametrize("priority", list(Priority))

@@ -156,11 +156,12 @@ def test_a_body_of_many_megabytes_stops_nobody(name, text_folder, tmp_path):
                 target=lambda: answers.append(httpx.post(f"{base}/v1/embeddings", content=HUGE[name], timeout=30))
             )
             sender.start()
-            longest = 0.0
+            began, longest = time.monotonic(), 0.0
             while sender.is_alive():
                 started = time.monotonic()
                 assert client.get("/health").status_code == 200
                 longest = max(longest, time.monotonic() - started)
             sender.join()
             assert answers[0].status_code in (400, 413)
-            assert longest < 0.5
+            # Decoding is most of what a refused body takes: on the event loop it would be one long silence.
+            assert longest < max(0.5, (time.monotonic() - began) / 3)

@@ -115,7 +115,7 @@ def auto_of(*names: str) -> AutoBackend:
 def test_the_table_at_start_has_each_fact_with_its_source() -> None:
     shape = ModelShape(hidden_size=1024, num_layers=24, intermediate_size=4096, attention=SHAPE)
     numbers = ModelNumbers(shape=shape, name="m", bulk_tokens=8192, inflection_tokens=4096, fastest_dtype="bfloat16")
-    limits = EngineConfig(bulk_tokens=8192, max_tokens=8192)
+    limits = EngineConfig(online_tokens=2048, bulk_tokens=8192, max_tokens=8192)
     found = Found(numbers=numbers, paths=(Path("p.json"),))
     lines = usage(found, auto_of("flash_attention4", "flashinfer3", "triton_short"), limits).splitlines()
     table = {line[2:].split("  ")[0].strip(): line for line in lines}

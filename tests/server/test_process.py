@@ -120,7 +120,7 @@ def test_attention_mode_and_name_by_the_same_flags_as_the_command_line(flag, cau
     ("asked", "device", "expected"),
     [
         ({}, "cpu", (512, 2048)),
-        ({}, "cuda", (2048, 16384)),
+        ({}, "cuda", (8192, 16384)),
         ({"online_tokens": 4096}, "cpu", (4096, 4096)),
         ({"bulk_tokens": 300}, "cpu", (300, 300)),
         ({"bulk_tokens": 8192}, "cpu", (512, 8192)),

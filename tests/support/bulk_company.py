@@ -144,8 +144,8 @@ def main() -> None:
             "one request": {},
             "in parts": {"in_parts": True},
             "class bulk": {"priority": Priority.BULK},
-            "bulk budget 4096": {"config": replace(CONFIG, bulk_tokens=4096)},
-            "bulk budget 2048": {"config": replace(CONFIG, bulk_tokens=2048)},
+            "bulk budget 4096": {"config": replace(CONFIG, online_tokens=4096, bulk_tokens=4096)},
+            "bulk budget 2048": {"config": replace(CONFIG, online_tokens=2048, bulk_tokens=2048)},
         }
         for name, options in ways.items():
             seen = simulate(arrivals, bulk, **options)
