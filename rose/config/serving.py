@@ -25,7 +25,7 @@ class EngineConfig:
         online_tokens: most tokens of a batch while single queries wait. A batch grows to this only where so much waits,
             and then all of it ends sooner in few batches than in many: with an H200's times, 16 queries of 512 tokens
             in flight take 9.7 ms each with 8192, 11.7 with 2048.
-        single_tokens: a request of several sequences counts as a single query up to so many tokens in all, and no more than
+        single_tokens: a request of several sequences counts as a single query up to so many tokens in all, and up to
             `online_tokens`.
         bulk_tokens: most tokens of a batch otherwise.
         shared_tokens: most tokens of larger requests in a batch while single queries come: within a quarter of a second
