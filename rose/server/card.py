@@ -58,6 +58,7 @@ def model_card(
         backend=backend,
         version=rose.__version__,
         matryoshka_dimensions=folder.matryoshka_dimensions,
+        excludes_prompt=folder.pooling is not None and folder.pooling.excludes_prompt,
     )
 
 
@@ -135,7 +136,7 @@ def table(card: pb.ModelCard, folder: ModelFolder, engine: EngineConfig, address
 def _embedder_facts(card: pb.ModelCard, folder: ModelFolder) -> list[tuple[str, str]]:
     prompts = [f"{name}={text!r}" for name, text in sorted(folder.prompts.items())]
     return [
-        ("pooling", f"{card.pooling} ({folder.pooling.source})" if folder.pooling else "none"),
+        ("pooling", f"{folder.pooling.told} ({folder.pooling.source})" if folder.pooling else "none"),
         ("normalised", "yes" if folder.normalize else "no"),
         ("prompts", "; ".join(prompts) or "none"),
         ("default prompt", card.default_prompt_name or "none"),

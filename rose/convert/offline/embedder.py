@@ -81,8 +81,7 @@ def _pooling(source: Source, wishes: Wishes, architecture: ArchitectureConfig) -
         beside = "" if stated is None else f" (over {stated.source}: {' + '.join(stated.modes)})"
         return pooling, Choice("pooling", pooling.modes[0], flag("pooling") + beside)
     if stated is not None:
-        rest = "" if stated.include_prompt else ", without the prompt"
-        return stated, Choice("pooling", " + ".join(stated.modes) + rest, stated.source)
+        return stated, Choice("pooling", stated.told, stated.source)
     if architecture.rope_theta is None:  # an encoder is trained for one of mean and cls, and nothing tells which
         raise missing_pooling(source.root, could_rerank=False)
     mode = "last" if architecture.causal else "mean"
