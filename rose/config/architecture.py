@@ -104,9 +104,19 @@ QUANTIZED_BY = ("compressed-tensors", "fp8", "modelopt")
 
 def quantized_by(config: JsonFile) -> str | None:
     """Who quantised the weights, by the name that config.json gives; None where they are plain."""
+    own = quantization_of(config)
+    return None if own is None else own.text("quant_method", "of an unnamed method")
+
+
+def quantization_of(config: JsonFile) -> JsonFile | None:
+    """The object that says how the weights are quantised; None where they are plain.
+
+    compressed-tensors called it `compression_config` first.
+    """
     for place in (config, config.child("text_config")):
-        if "quantization_config" in place:
-            return place.child("quantization_config").text("quant_method", "of an unnamed method")
+        for key in ("quantization_config", "compression_config"):
+            if key in place:
+                return place.child(key)
     return None
 
 
