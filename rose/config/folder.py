@@ -33,7 +33,7 @@ __all__ = ["DenseConfig", "ModelFolder", "PoolingConfig", "read_model_folder"]
 _CONTEXTUAL = "PPLXQwen3ContextualModel"
 
 # Where sentence-transformers keeps max_seq_length and do_lower_case; the first file found counts.
-_TRANSFORMER_FILES = tuple(
+TRANSFORMER_FILES = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
@@ -241,10 +241,10 @@ def _max_tokens(architecture: ArchitectureConfig, transformer: JsonFile, tokeniz
 
 
 def _transformer_file(backbone: Path) -> JsonFile:
-    for name in _TRANSFORMER_FILES:
+    for name in TRANSFORMER_FILES:
         if (backbone / name).exists():
             return JsonFile.read(backbone / name)
-    return JsonFile(backbone / _TRANSFORMER_FILES[0], {})
+    return JsonFile(backbone / TRANSFORMER_FILES[0], {})
 
 
 def _read_prompts(config: JsonFile, scores: bool) -> tuple[dict[str, str], str | None, str | None]:
