@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from rose.cli.shared import Commands, add_command, add_model, add_reading, find_model, reading, resolve_model
+from rose.config.pooling_facts import end_fact
 
 if TYPE_CHECKING:
     from rose.config import ModelFolder
@@ -101,6 +102,7 @@ def _embedder_facts(folder: ModelFolder) -> list[tuple[str, str]]:
     pooling = folder.pooling
     return [
         ("pooling", f"{pooling.told} ({pooling.source})" if pooling else "not stated"),
+        *end_fact(folder),
         *(("dense", f"{d.in_features} to {d.out_features}, {d.activation or 'linear'}") for d in folder.dense),
         ("normalised", "yes" if folder.normalize else "no"),
         ("dimensions", str(folder.dimension)),

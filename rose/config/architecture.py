@@ -98,6 +98,22 @@ def read_architecture(config: JsonFile, causal: bool | None = None) -> Architect
     return reader(config, causal)
 
 
+def check_mode_is_known(config: JsonFile, architecture: ArchitectureConfig) -> None:
+    """Whether something says what a token sees, of a model that is not to generate.
+
+    Raises:
+        CheckpointError: code of the checkpoint's own runs the model elsewhere, and no key says that it is causal: such
+            code made gte-Qwen2 bidirectional.
+    """
+    named = config.child("auto_map").data
+    code = named.get("AutoModel") or named.get("AutoModelForCausalLM")
+    if code is not None and architecture.causal and architecture.causal_source.startswith("default of"):
+        raise config.error(
+            f"auto_map names code of the checkpoint's own ({code}), which is not run here and may attend both ways; "
+            "settle it with --causal or --bidirectional"
+        )
+
+
 # What rose/convert/quantized/schemes.py reads.
 QUANTIZED_BY = ("compressed-tensors", "fp8", "modelopt")
 

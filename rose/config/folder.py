@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rose.config.architecture import ArchitectureConfig, quantized_by, read_architecture
+from rose.config.architecture import ArchitectureConfig, check_mode_is_known, quantized_by, read_architecture
 from rose.config.generation import GenerationConfig, has_lm_head, read_generation
 from rose.config.json_file import JsonFile
 from rose.config.reranker import RerankerConfig, Task, read_reranker
@@ -32,6 +32,8 @@ __all__ = ["DenseConfig", "ModelFolder", "PoolingConfig", "read_model_folder"]
 # pplx-embed-context: its own code pools each chunk by its mean and quantises it; no file says so.
 _CONTEXTUAL = "PPLXQwen3ContextualModel"
 
+# PEFT's.
+ADAPTER_CONFIG = "adapter_config.json"
 # Where sentence-transformers keeps max_seq_length and do_lower_case; the first file found counts.
 TRANSFORMER_FILES = tuple(
     f"sentence_{name}_config.json"
@@ -120,6 +122,7 @@ def read_model_folder(
         raise CheckpointError(f"{root} is not a folder")
     modules = read_modules(root)
     backbone = root / modules.subfolder
+    _refuse_adapter(root, backbone)
     config = JsonFile.read(backbone / "config.json")
     architecture = read_architecture(config, causal)
     tokens = TokenizerFiles(backbone)
@@ -142,6 +145,8 @@ def read_model_folder(
     if reranker is not None and pooling is not None:
         raise CheckpointError(f"{root} scores pairs and pools nothing ({reranker.source}); leave --pooling out")
     generation = _generation(config, architecture, tokens, modules, pooling, task) if reranker is None else None
+    if generation is None:
+        check_mode_is_known(config, architecture)
     contextual = architecture.architecture == _CONTEXTUAL
     if contextual:
         modules = _with_the_classes_own(modules)
@@ -181,6 +186,16 @@ def read_model_folder(
     if contextual and folder.separator_id is None:
         raise CheckpointError(f"{root} joins chunks by a separator, and its tokenizer's files name no sep_token")
     return folder
+
+
+def _refuse_adapter(*folders: Path) -> None:
+    """Other libraries put an adapter on its base when they load it; served without it, the base would answer."""
+    for folder in folders:
+        if (folder / ADAPTER_CONFIG).exists():
+            raise CheckpointError(
+                f"{folder} holds an adapter ({ADAPTER_CONFIG}), which is not merged while serving; make a folder of it "
+                f"and its base with `rose convert {folder} --to embedder` (or reranker, llm)"
+            )
 
 
 def _generation(

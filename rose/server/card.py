@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import rose
 from rose.config import EngineConfig, ModelFolder, ServerConfig
+from rose.config.pooling_facts import end_fact
 from rose.config.reranker_facts import reranker_facts
 from rose.errors import StartupError
 from rose.models.base import OutputSpec, ServedModel
@@ -137,6 +138,7 @@ def _embedder_facts(card: pb.ModelCard, folder: ModelFolder) -> list[tuple[str, 
     prompts = [f"{name}={text!r}" for name, text in sorted(folder.prompts.items())]
     return [
         ("pooling", f"{folder.pooling.told} ({folder.pooling.source})" if folder.pooling else "none"),
+        *end_fact(folder),
         ("normalised", "yes" if folder.normalize else "no"),
         ("prompts", "; ".join(prompts) or "none"),
         ("default prompt", card.default_prompt_name or "none"),

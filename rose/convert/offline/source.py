@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose.config.folder import TRANSFORMER_FILES
+from rose.config.folder import ADAPTER_CONFIG, TRANSFORMER_FILES
 from rose.config.json_file import JsonFile
 from rose.config.sentence_transformers import SentenceModules, read_modules
 from rose.errors import CheckpointError
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
