@@ -52,6 +52,7 @@ class ModelFolder:
         prompts: name -> text put before the input, verbatim.
         tokenizer_sha256: digest of tokenizer.json, or None where there is none.
         dimension: length of the vector that comes out at the end.
+        truncate_dim: vectors are cut to this many numbers first (config_sentence_transformers.json), or None.
         quantizer: how the model's own integer form of the vector is made ("tanh_int8"), or None where it has none.
         do_lower_case: texts are lower-cased before the tokenizer sees them.
         subfolder: where config.json, the weights and the tokenizer lie, relative to `path`; nearly always "".
@@ -88,6 +89,7 @@ class ModelFolder:
     separator_id: int | None = None
     generation: GenerationConfig | None = None
     quantized_by: str | None = None
+    truncate_dim: int | None = None
 
     @property
     def backbone_path(self) -> Path:
@@ -154,6 +156,7 @@ def read_model_folder(
     pooled = _pooling(root, modules, pooling, architecture) if pools else None
     transformer = _transformer_file(backbone)
     sentence_config = sentence_config if generation is None else JsonFile(sentence_config.path, {})
+    truncate_dim = sentence_config.integer("truncate_dim") if pools and "truncate_dim" in sentence_config else None
     prompts, default_prompt, similarity = _read_prompts(sentence_config, reranker is not None)
     folder = ModelFolder(
         path=root,
@@ -168,7 +171,7 @@ def read_model_folder(
         else architecture.max_positions,
         similarity=similarity,
         tokenizer_sha256=_sha256(backbone / "tokenizer.json"),
-        dimension=_dimension(modules, pooled, config, architecture.hidden_size)
+        dimension=_dimension(modules, pooled, config, architecture.hidden_size, truncate_dim)
         if pooled is not None
         else len(reranker.labels if reranker is not None else ()),
         quantizer=modules.quantizer,
@@ -181,6 +184,7 @@ def read_model_folder(
         separator=tokens.text_of("sep"),
         separator_id=tokens.role_id("sep"),
         generation=generation,
+        truncate_dim=truncate_dim,
         quantized_by=quantized_by(config) or ("modelopt" if (backbone / "hf_quant_config.json").exists() else None),
     )
     if contextual and folder.separator_id is None:
@@ -233,7 +237,9 @@ def _with_the_classes_own(modules: SentenceModules) -> SentenceModules:
     return replace(modules, pooling=modules.pooling or own, quantizer="tanh_int8")
 
 
-def _dimension(modules: SentenceModules, pooling: PoolingConfig, config: JsonFile, hidden_size: int) -> int:
+def _dimension(
+    modules: SentenceModules, pooling: PoolingConfig, config: JsonFile, hidden_size: int, truncate_dim: int | None
+) -> int:
     """Width at the end of the chain; every module's stated width must be that of the one before."""
     if modules.pooling_width not in (None, hidden_size):
         raise config.error(f"hidden_size is {hidden_size}, and the pooling module takes {modules.pooling_width}")
@@ -242,7 +248,7 @@ def _dimension(modules: SentenceModules, pooling: PoolingConfig, config: JsonFil
         if dense.in_features != width:
             raise config.error(f"{width} values arrive at {dense.folder}, and its in_features is {dense.in_features}")
         width = dense.out_features
-    return width
+    return width if truncate_dim is None else min(width, truncate_dim)
 
 
 def _max_tokens(architecture: ArchitectureConfig, transformer: JsonFile, tokenizer: JsonFile) -> int:

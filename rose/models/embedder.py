@@ -146,7 +146,7 @@ def build_embedder(folder: ModelFolder, colbert_width: int | None = None) -> Emb
         )
         for module in folder.dense
     ]
-    head = SentenceHead(pooling.modes, dense, normalize=folder.normalize)
+    head = SentenceHead(pooling.modes, dense, normalize=folder.normalize, keep=folder.truncate_dim)
     width = folder.architecture.hidden_size
     heads = {config.name: config for config in folder.token_heads if config.unavailable is None}
     lexical = LexicalHead(width, heads["sparse"].unweighted_ids) if "sparse" in heads else None

@@ -62,11 +62,19 @@ def same(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 CHAIN = {"dense": [Dense(64, 48), Dense(48, 32, bias=False, activation=None)], "prompts": {"query": "query: "}}
+
+
+def cut(path, dimensions):
+    edit_json(path / "config_sentence_transformers.json", truncate_dim=dimensions)
+    return path
+
+
 CASES = {
     "bert": lambda path: tiny_bert(path, pooling="cls", prefix="bert.", **CHAIN),
     "sharded bert": lambda path: tiny_bert(path, pooling=["mean", "max"], shards=3, normalize=False),
     "xlm-roberta": lambda path: tiny_xlm_roberta(path, pooling="mean", max_seq_length=9),
     "qwen3": lambda path: tiny_qwen3(path, prefix="model.", legacy=False, prompts={"query": "ask: ", "document": ""}),
+    "cut bert": lambda path: cut(tiny_bert(path, normalize=False, **CHAIN), 16),
     "qwen3 of one matrix": lambda path: tiny_qwen3(path, bidirectional=False, tied=True, shards=2),
 }
 

@@ -141,7 +141,10 @@ def _prompts(source: Source, wishes: Wishes) -> tuple[dict[str, str], list[Choic
     choices.append(
         Choice("similarity", similarity, written.path.name if "similarity_fn_name" in written else "default")
     )
-    config = {"model_type": "SentenceTransformer", "prompts": prompts, "default_prompt_name": default}
+    config: dict[str, Any] = {"model_type": "SentenceTransformer", "prompts": prompts, "default_prompt_name": default}
+    if "truncate_dim" in written:
+        config["truncate_dim"] = written.integer("truncate_dim")
+        choices.append(Choice("cut to", f"{config['truncate_dim']} dimensions", f"{written.path.name}: truncate_dim"))
     return prompts, choices, config | {"similarity_fn_name": similarity}
 
 
