@@ -32,6 +32,7 @@ _EXAMPLES = (
     "rose calibrate minilm --data texts.txt --scheme fp8-tensor -o ./minilm-fp8",
     "rose calibrate e5-small --data texts.jsonl --scheme int8 -o ./e5-small-int8 --plot layers.svg",
     "rose calibrate smollm2 --data texts.txt --scheme fp8-channel -o ./smollm2-fp8 --keep 'layers.0.*'",
+    "rose calibrate smollm2 --data texts.txt --scheme fp8-tensor --kv-cache -o ./smollm2-fp8",
     "rose calibrate ./my-embedder --data texts.txt --scheme fp8-block -o ./my-embedder-fp8 --dry-run --json",
 )
 _SHOWN = 8
@@ -60,6 +61,11 @@ def add_calibrate(commands: Commands) -> None:
     parser.add_argument(
         "--keep", action="append", default=[], metavar="PATTERN", help="layers that stay plain whatever the gate says"
     )
+    parser.add_argument(
+        "--kv-cache",
+        action="store_true",
+        help="of a language model: scales of 8-bit keys and values too, for engines that keep them so",
+    )
     parser.add_argument("--gate", default="float8", help="name of the gate (default: %(default)s)")
     parser.add_argument("--gates", type=Path, default=GATES, help="file of the gates (default: ROSE's own)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda:N (default: %(default)s)")
@@ -73,6 +79,7 @@ def add_calibrate(commands: Commands) -> None:
 def _calibrate(options: argparse.Namespace) -> int:
     texts = _texts(options)  # before anything is loaded for them
     from rose.convert.calibrate import Settings, calibrate, open_subject
+    from rose.convert.calibrate.cache import check_keeps_cache
     from rose.convert.calibrate.run import check_plain, check_settings, split
     from rose.convert.offline.source import find_source
     from rose.convert.offline.write import check_target
@@ -82,6 +89,7 @@ def _calibrate(options: argparse.Namespace) -> int:
         percentile=options.percentile,
         probe_tokens=_positive("--probe-tokens", options.probe_tokens),
         keep=tuple(options.keep),
+        kv_cache=options.kv_cache,
         shard_bytes=_positive("--shard-mb", options.shard_mb) * 1_000_000,
         facts={"gate": options.gate},
     )
@@ -91,6 +99,8 @@ def _calibrate(options: argparse.Namespace) -> int:
     check_target(options.output, find_source(path), force=options.force or options.dry_run)
     folder = read_model_folder(path, **reading(options))
     check_plain(folder.backbone_path)
+    if options.kv_cache:
+        check_keeps_cache(folder)
     tokens = tokens_of(folder, texts, longest=_positive("--longest", options.longest))
     split(len(tokens.ids))
     subject = open_subject(folder, tokens.ids, tokens.types, device=options.device)
@@ -207,6 +217,8 @@ def _told(outcome: Outcome) -> str:
     for layer in sorted(layers, key=lambda layer: -layer["damage"])[:_SHOWN]:
         kept = "  kept plain" if layer["kept"] else ""
         lines.append(f"  {layer['damage']:.3e}  {layer['name']}{kept}")
+    if "kv_cache" in report:
+        lines.append(f"keys and values of {len(report['kv_cache'])} layers in e4m3: {report['kv_cache_damage']:.3e}")
     if report["always_kept"]:
         lines.append(f"kept plain as asked or by rule: {', '.join(report['always_kept'][:_SHOWN])}")
     lines.append("passed" if report["passed"] else "FAILED: nothing was written")

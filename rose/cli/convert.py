@@ -98,7 +98,8 @@ def _convert(options: argparse.Namespace) -> int:
 
 def _base(options: argparse.Namespace, named: Path) -> Path | None:
     """The base's folder, pulled where it is not one; None where the source is no adapter and none was named."""
-    from rose.convert.offline.source import ADAPTER_CONFIG, named_base
+    from rose.config.folder import ADAPTER_CONFIG
+    from rose.convert.offline.source import named_base
 
     name = options.base
     if name is None and (named / ADAPTER_CONFIG).exists():

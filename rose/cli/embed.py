@@ -66,7 +66,8 @@ def _embed(options: argparse.Namespace) -> int:
         advance = stack.enter_context(text_bar(source.count()))
         try:
             prompt = embed_all(source, embed_with(api, source, fields), form_for(form), partial, advance)
-            partial.publish(form_for(form).finish(partial.path, partial.done.rows))
+            with partial.writing():
+                partial.publish(form_for(form).finish(partial.path, partial.done.rows))
         except BaseException:
             if partial.done.rows and not partial.published:
                 print(

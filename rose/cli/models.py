@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from rose.cli.shared import Commands, add_command, add_model, add_reading, find_model, reading, resolve_model
+from rose.config.pooling_facts import end_fact
 
 if TYPE_CHECKING:
     from rose.config import ModelFolder
@@ -100,7 +101,8 @@ def _folder_facts(folder: ModelFolder) -> list[tuple[str, object]]:
 def _embedder_facts(folder: ModelFolder) -> list[tuple[str, str]]:
     pooling = folder.pooling
     return [
-        ("pooling", f"{' + '.join(pooling.modes)} ({pooling.source})" if pooling else "not stated"),
+        ("pooling", f"{pooling.told} ({pooling.source})" if pooling else "not stated"),
+        *end_fact(folder),
         *(("dense", f"{d.in_features} to {d.out_features}, {d.activation or 'linear'}") for d in folder.dense),
         ("normalised", "yes" if folder.normalize else "no"),
         ("dimensions", str(folder.dimension)),
@@ -111,12 +113,13 @@ def _embedder_facts(folder: ModelFolder) -> list[tuple[str, str]]:
 
 def _card_facts(card: ModelCard) -> list[tuple[str, object]]:
     scores = any(output.kind == "score" for output in card.outputs)
+    excluded = ", without the prompt" if card.excludes_prompt else ""
     queue = f"{card.max_queued_tokens} tokens; one request: {card.max_request_items} items"
     return [
         ("model", f"{card.model}, {card.architecture}"),
         ("runs", f"{card.dtype} on {card.device}, attention {card.backend}, rose {card.version}"),
         ("attention", "causal" if card.causal else "bidirectional"),
-        *(() if scores else (("pooling", card.pooling or "none"),)),
+        *(() if scores else (("pooling", (card.pooling or "none") + excluded),)),
         *(("output", _output(output)) for output in card.outputs),
         ("max tokens", card.max_tokens),
         ("batch", f"{card.max_batch_tokens} tokens at most"),

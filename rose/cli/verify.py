@@ -60,6 +60,8 @@ def add_verify(commands: Commands) -> None:
 def _verify(options: argparse.Namespace) -> int:
     if options.b is None and options.save_golden is None:
         raise InvalidInput("name B, or keep A's answers with --save-golden")
+    if options.save_golden is not None and not options.save_golden.parent.is_dir():
+        raise InvalidInput(f"{options.save_golden} cannot be written: {options.save_golden.parent} is no folder")
     texts = _texts(options)
     a = _answers(options.a, texts, options, dtype="float32")
     if options.save_golden is not None:

@@ -98,15 +98,41 @@ def read_architecture(config: JsonFile, causal: bool | None = None) -> Architect
     return reader(config, causal)
 
 
+def check_mode_is_known(config: JsonFile, architecture: ArchitectureConfig) -> None:
+    """Whether something says what a token sees, of a model that is not to generate.
+
+    Raises:
+        CheckpointError: code of the checkpoint's own runs the model elsewhere, and no key says that it is causal: such
+            code made gte-Qwen2 bidirectional.
+    """
+    named = config.child("auto_map").data
+    code = named.get("AutoModel") or named.get("AutoModelForCausalLM")
+    if code is not None and architecture.causal and architecture.causal_source.startswith("default of"):
+        raise config.error(
+            f"auto_map names code of the checkpoint's own ({code}), which is not run here and may attend both ways; "
+            "settle it with --causal or --bidirectional"
+        )
+
+
 # What rose/convert/quantized/schemes.py reads.
 QUANTIZED_BY = ("compressed-tensors", "fp8", "modelopt")
 
 
 def quantized_by(config: JsonFile) -> str | None:
     """Who quantised the weights, by the name that config.json gives; None where they are plain."""
+    own = quantization_of(config)
+    return None if own is None else own.text("quant_method", "of an unnamed method")
+
+
+def quantization_of(config: JsonFile) -> JsonFile | None:
+    """The object that says how the weights are quantised; None where they are plain.
+
+    compressed-tensors called it `compression_config` first.
+    """
     for place in (config, config.child("text_config")):
-        if "quantization_config" in place:
-            return place.child("quantization_config").text("quant_method", "of an unnamed method")
+        for key in ("quantization_config", "compression_config"):
+            if key in place:
+                return place.child(key)
     return None
 
 

@@ -6,6 +6,7 @@ which Python module; knows no command.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -44,8 +45,21 @@ def ended(command: Callable[[], int], prog: str = "rose") -> int:
         return 130
     except BrokenPipeError:
         # Whoever read standard output has had enough; Python must not try to flush the rest at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         return 141
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _forget_output()
+        return _refused(prog, f"{error.filename or 'the output'} cannot be written: {error.strerror}")
+
+
+# Disk, quota or largest file: what no command can help.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _forget_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def missing(module: str, extra: str = "") -> str:

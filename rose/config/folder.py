@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rose.config.architecture import ArchitectureConfig, quantized_by, read_architecture
+from rose.config.architecture import ArchitectureConfig, check_mode_is_known, quantized_by, read_architecture
 from rose.config.generation import GenerationConfig, has_lm_head, read_generation
 from rose.config.json_file import JsonFile
 from rose.config.reranker import RerankerConfig, Task, read_reranker
@@ -32,8 +32,10 @@ __all__ = ["DenseConfig", "ModelFolder", "PoolingConfig", "read_model_folder"]
 # pplx-embed-context: its own code pools each chunk by its mean and quantises it; no file says so.
 _CONTEXTUAL = "PPLXQwen3ContextualModel"
 
+# PEFT's.
+ADAPTER_CONFIG = "adapter_config.json"
 # Where sentence-transformers keeps max_seq_length and do_lower_case; the first file found counts.
-_TRANSFORMER_FILES = tuple(
+TRANSFORMER_FILES = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
@@ -50,6 +52,7 @@ class ModelFolder:
         prompts: name -> text put before the input, verbatim.
         tokenizer_sha256: digest of tokenizer.json, or None where there is none.
         dimension: length of the vector that comes out at the end.
+        truncate_dim: vectors are cut to this many numbers first (config_sentence_transformers.json), or None.
         quantizer: how the model's own integer form of the vector is made ("tanh_int8"), or None where it has none.
         do_lower_case: texts are lower-cased before the tokenizer sees them.
         subfolder: where config.json, the weights and the tokenizer lie, relative to `path`; nearly always "".
@@ -86,6 +89,7 @@ class ModelFolder:
     separator_id: int | None = None
     generation: GenerationConfig | None = None
     quantized_by: str | None = None
+    truncate_dim: int | None = None
 
     @property
     def backbone_path(self) -> Path:
@@ -120,6 +124,7 @@ def read_model_folder(
         raise CheckpointError(f"{root} is not a folder")
     modules = read_modules(root)
     backbone = root / modules.subfolder
+    _refuse_adapter(root, backbone)
     config = JsonFile.read(backbone / "config.json")
     architecture = read_architecture(config, causal)
     tokens = TokenizerFiles(backbone)
@@ -142,6 +147,8 @@ def read_model_folder(
     if reranker is not None and pooling is not None:
         raise CheckpointError(f"{root} scores pairs and pools nothing ({reranker.source}); leave --pooling out")
     generation = _generation(config, architecture, tokens, modules, pooling, task) if reranker is None else None
+    if generation is None:
+        check_mode_is_known(config, architecture)
     contextual = architecture.architecture == _CONTEXTUAL
     if contextual:
         modules = _with_the_classes_own(modules)
@@ -149,6 +156,7 @@ def read_model_folder(
     pooled = _pooling(root, modules, pooling, architecture) if pools else None
     transformer = _transformer_file(backbone)
     sentence_config = sentence_config if generation is None else JsonFile(sentence_config.path, {})
+    truncate_dim = sentence_config.integer("truncate_dim") if pools and "truncate_dim" in sentence_config else None
     prompts, default_prompt, similarity = _read_prompts(sentence_config, reranker is not None)
     folder = ModelFolder(
         path=root,
@@ -163,7 +171,7 @@ def read_model_folder(
         else architecture.max_positions,
         similarity=similarity,
         tokenizer_sha256=_sha256(backbone / "tokenizer.json"),
-        dimension=_dimension(modules, pooled, config, architecture.hidden_size)
+        dimension=_dimension(modules, pooled, config, architecture.hidden_size, truncate_dim)
         if pooled is not None
         else len(reranker.labels if reranker is not None else ()),
         quantizer=modules.quantizer,
@@ -176,11 +184,22 @@ def read_model_folder(
         separator=tokens.text_of("sep"),
         separator_id=tokens.role_id("sep"),
         generation=generation,
+        truncate_dim=truncate_dim,
         quantized_by=quantized_by(config) or ("modelopt" if (backbone / "hf_quant_config.json").exists() else None),
     )
     if contextual and folder.separator_id is None:
         raise CheckpointError(f"{root} joins chunks by a separator, and its tokenizer's files name no sep_token")
     return folder
+
+
+def _refuse_adapter(*folders: Path) -> None:
+    """Other libraries put an adapter on its base when they load it; served without it, the base would answer."""
+    for folder in folders:
+        if (folder / ADAPTER_CONFIG).exists():
+            raise CheckpointError(
+                f"{folder} holds an adapter ({ADAPTER_CONFIG}), which is not merged while serving; make a folder of it "
+                f"and its base with `rose convert {folder} --to embedder` (or reranker, llm)"
+            )
 
 
 def _generation(
@@ -218,7 +237,9 @@ def _with_the_classes_own(modules: SentenceModules) -> SentenceModules:
     return replace(modules, pooling=modules.pooling or own, quantizer="tanh_int8")
 
 
-def _dimension(modules: SentenceModules, pooling: PoolingConfig, config: JsonFile, hidden_size: int) -> int:
+def _dimension(
+    modules: SentenceModules, pooling: PoolingConfig, config: JsonFile, hidden_size: int, truncate_dim: int | None
+) -> int:
     """Width at the end of the chain; every module's stated width must be that of the one before."""
     if modules.pooling_width not in (None, hidden_size):
         raise config.error(f"hidden_size is {hidden_size}, and the pooling module takes {modules.pooling_width}")
@@ -227,7 +248,7 @@ def _dimension(modules: SentenceModules, pooling: PoolingConfig, config: JsonFil
         if dense.in_features != width:
             raise config.error(f"{width} values arrive at {dense.folder}, and its in_features is {dense.in_features}")
         width = dense.out_features
-    return width
+    return width if truncate_dim is None else min(width, truncate_dim)
 
 
 def _max_tokens(architecture: ArchitectureConfig, transformer: JsonFile, tokenizer: JsonFile) -> int:
@@ -241,10 +262,10 @@ def _max_tokens(architecture: ArchitectureConfig, transformer: JsonFile, tokeniz
 
 
 def _transformer_file(backbone: Path) -> JsonFile:
-    for name in _TRANSFORMER_FILES:
+    for name in TRANSFORMER_FILES:
         if (backbone / name).exists():
             return JsonFile.read(backbone / name)
-    return JsonFile(backbone / _TRANSFORMER_FILES[0], {})
+    return JsonFile(backbone / TRANSFORMER_FILES[0], {})
 
 
 def _read_prompts(config: JsonFile, scores: bool) -> tuple[dict[str, str], str | None, str | None]:

@@ -57,6 +57,16 @@ class PoolingConfig:
     include_prompt: bool = True
     source: str
 
+    @property
+    def told(self) -> str:
+        """In words, without the source."""
+        return " + ".join(self.modes) + ("" if self.include_prompt else ", without the prompt")
+
+    @property
+    def excludes_prompt(self) -> bool:
+        """Whether leaving the prompt out changes anything: a text's last token is never the prompt's."""
+        return not self.include_prompt and self.modes != ("last",)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseConfig:

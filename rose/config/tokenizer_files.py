@@ -70,6 +70,23 @@ class TokenizerFiles:
         return _first_added(self._file.data.get("post_processor"))
 
     @cached_property
+    def last_added(self) -> str | None:
+        """The special token that tokenizer.json itself puts behind a single text, or None."""
+        return _last_added(self._file.data.get("post_processor"))
+
+    def end_told(self, *, pools_last: bool) -> str:
+        """What stands behind every text, in words.
+
+        tokenizer_config.json may promise a token (`add_eos_token`) that tokenizer.json, which runs, does not add.
+        """
+        if self.last_added is not None:
+            return repr(self.last_added)
+        promised = self.config.flag("add_eos_token", False)
+        doubt = " (tokenizer_config.json: add_eos_token promises one, and it is not added)" if promised else ""
+        pooled = "; the text's own last token is pooled" if pools_last else ""
+        return f"none{pooled}{doubt}"
+
+    @cached_property
     def _special_tokens(self) -> JsonFile:
         return JsonFile.read_if_there(self.folder / "special_tokens_map.json")
 
@@ -111,4 +128,19 @@ def _first_added(processor: Any) -> str | None:
         return None if first is None else str(first["id"])
     if kind in ("BertProcessing", "RobertaProcessing"):
         return str(processor["cls"][0])
+    return None
+
+
+def _last_added(processor: Any) -> str | None:
+    if not isinstance(processor, dict):
+        return None
+    kind = processor.get("type")
+    if kind == "Sequence":
+        found = [_last_added(part) for part in processor.get("processors") or ()]
+        return next((token for token in reversed(found) if token is not None), None)
+    if kind == "TemplateProcessing":
+        last = (processor.get("single") or [{}])[-1].get("SpecialToken")
+        return None if last is None else str(last["id"])
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        return str(processor["sep"][0])
     return None

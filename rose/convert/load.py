@@ -34,7 +34,7 @@ from rose.models.registry import check_dtype, find_entry
 from rose.models.reranker import Reranker, build_reranker
 
 # The files of a Dense module hold what the module calls its own: no prefix, no rules.
-_DENSE = Family(anchor="linear.weight", prefixes=("",))
+DENSE = Family(anchor="linear.weight", prefixes=("",))
 _KINDS = ("weight", "bias")
 _NAMED = 5  # names of an error before it says "and N more"
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -101,7 +101,7 @@ def _load_embedder(folder: ModelFolder, device: torch.device, dtype: torch.dtype
     _fill(model.backbone, folder.backbone_path, family, device, dtype, tied=folder.architecture.tie_word_embeddings)
     hand_over_codes(model.backbone, find_entry(folder.architecture).rules)
     for module, config in zip(model.head.dense, folder.dense, strict=True):
-        _fill(module, folder.path / config.folder, _DENSE, device, torch.float32)
+        _fill(module, folder.path / config.folder, DENSE, device, torch.float32)
     for head in folder.token_heads:
         owner = {"sparse": model.lexical, "colbert": model.colbert}[head.name]
         if owner is not None:

@@ -19,8 +19,9 @@ from rose.gateway import scoring
 from rose.gateway.inputs import FIELD
 from rose.gateway.methods import COLBERT, DENSE, SPARSE, Method
 from rose.gateway.outputs import find_output
-from rose.gateway.pairs import common_head, distinct
+from rose.gateway.pairs import distinct
 from rose.gateway.parts import at_item, cut_parts
+from rose.gateway.prompts import check_excluding, common_head
 from rose.gateway.rank_job import RankJob
 from rose.gateway.scoring import Floats
 from rose.gateway.service import EmbedService, check_tokens, longest, or_send
@@ -85,6 +86,7 @@ async def compare(service: EmbedService, card: pb.ModelCard, job: RankJob, metho
     sequences = _fit(service, ids, len(queries), job, limit, head, prompted=bool(prompt))
     tokens = sum(map(len, sequences))
     check_tokens(tokens, service.config.max_request_tokens, job.names[1])
+    spans = await _behind_prompts(service, card, job, sequences, len(queries))
     held = _tokens_held(card, method)
     if held and sum(map(len, sequences[: len(queries)])) > held:
         raise PayloadTooLarge(f"the queries have more than {held} tokens to compare by", param=job.names[0])
@@ -93,7 +95,8 @@ async def compare(service: EmbedService, card: pb.ModelCard, job: RankJob, metho
     timing, scored = Timing(0.0, 0.0, 0), 0
     for start, end in _groups(sequences, len(queries), held):
         group = sequences[start:end]
-        result = await _embed(service, job, method, group, start)
+        own = None if spans is None else spans[start:end]
+        result = await _embed(service, job, method, group, own, start)
         timing = _add(timing, result.timing)
         # A hop to a thread costs more than a few short texts do; many would hold everyone else up.
         run = _inline if not held and tokens <= INLINE_TOKENS else asyncio.to_thread
@@ -110,13 +113,44 @@ async def compare(service: EmbedService, card: pb.ModelCard, job: RankJob, metho
 
 
 async def _embed(
-    service: EmbedService, job: RankJob, method: Method, group: Sequence[IntArray], start: int
+    service: EmbedService,
+    job: RankJob,
+    method: Method,
+    group: Sequence[IntArray],
+    spans: Sequence[IntArray] | None,
+    start: int,
 ) -> EmbedResult:
     outputs = tuple(dict.fromkeys(method.outputs.values()))
     try:
-        return await service.pool.embed(group, outputs=outputs, priority=job.priority, deadline=job.deadline)
+        result = await service.pool.embed(
+            group, outputs=outputs, priority=job.priority, spans=spans, deadline=job.deadline
+        )
     except RoseError as error:
         raise at_item(error, start) from None
+    return result if spans is None else replace(result, splits={})  # one span a text: a row each
+
+
+async def _behind_prompts(
+    service: EmbedService, card: pb.ModelCard, job: RankJob, sequences: Sequence[IntArray], queries: int
+) -> list[IntArray] | None:
+    """What of each sequence is pooled where prompts are left out; None: all of it."""
+    names = (job.query_prompt_name, job.document_prompt_name)
+    prompts = [card.prompts.get(name or "", "") for name in names]
+    if not card.excludes_prompt or not any(prompts):
+        return None
+    check_excluding(card)
+    spans: list[IntArray] = []
+    for prompt, own in zip(prompts, (sequences[:queries], sequences[queries:]), strict=True):
+        if not prompt:
+            spans += [np.array([[0, len(ids)]], dtype=np.int32) for ids in own]
+            continue
+        try:
+            spans += await service.behind_prompt(
+                prompt, own, job.deadline, split_special_tokens=job.split_special_tokens is not False
+            )
+        except RoseError as error:
+            raise at_item(error, len(spans)) from None
+    return spans
 
 
 async def _inline(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

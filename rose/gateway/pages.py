@@ -108,6 +108,7 @@ class Pages:
             matryoshka_dimensions=list(card.matryoshka_dimensions),
             prompts=dict(card.prompts),
             default_prompt_name=card.default_prompt_name or None,
+            include_prompt=not card.excludes_prompt,
             outputs=[_output(output) for output in card.outputs],
             architecture=card.architecture,
             pooling=card.pooling,

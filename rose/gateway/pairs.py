@@ -17,6 +17,7 @@ import numpy as np
 from rose.config.reranker import RerankerConfig
 from rose.errors import InvalidInput
 from rose.gateway.facts import ModelFacts
+from rose.gateway.prompts import common_head
 from rose.gateway.service import or_send
 from rose.gateway.text_bounds import Bounds
 from rose.gateway.tokenizer import TextTokenizer
@@ -205,13 +206,6 @@ class TemplatePairs:
             document = fit.cut_document(body[head:], fit.room(used, 1, index), used, index)
             sequences.append(np.concatenate((self._prefix, body[:head], document, self._suffix)))
         return EncodedPairs(sequences, None)
-
-
-def common_head(left: IntArray, right: IntArray) -> int:
-    """Length of the common beginning."""
-    length = min(len(left), len(right))
-    different = np.flatnonzero(left[:length] != right[:length])
-    return int(different[0]) if different.size else length
 
 
 def distinct(queries: Sequence[str]) -> tuple[list[str], list[int]]:

@@ -203,6 +203,9 @@ class Model(Struct, kw_only=True):
     ]
     prompts: dict[str, str]
     default_prompt_name: str | None = None
+    include_prompt: Annotated[bool, Meta(description="Whether a prompt's own tokens are pooled with the text's.")] = (
+        True
+    )
     outputs: list[OutputInfo]
     architecture: str
     pooling: str

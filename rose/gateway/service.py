@@ -20,8 +20,9 @@ from rose.gateway.inputs import FIELD, Input, Texts, check_count, show
 from rose.gateway.metrics import Metrics
 from rose.gateway.outputs import check_dimensions, check_outputs, check_size, is_cut, output_cards
 from rose.gateway.pieces import Pieces, check_mergeable
+from rose.gateway.prompts import check_excluding, choose_prompt, spans_behind
 from rose.gateway.replicas import ReplicaPool
-from rose.gateway.text_bounds import Bounds
+from rose.gateway.text_bounds import ANY, Bounds
 from rose.gateway.tokenizer import TextTokenizer
 from rose.gateway.vectors import cut_vectors
 from rose.proto import rose_pb2 as pb
@@ -80,6 +81,15 @@ class Embedded(NamedTuple):
     tokenize_s: float
 
 
+class _Encoded(NamedTuple):
+    """`behind`: what of each sequence is pooled, where its prompt is left out."""
+
+    sequences: Sequence[IntArray]
+    prompt_name: str | None = None
+    behind: list[IntArray] | None = None
+    tokenize_s: float = 0.0
+
+
 def numbers(done: Embedded) -> int:
     """In all outputs, which is what writing them takes time for."""
     return sum(rows.size for rows in done.result.outputs.values())
@@ -126,7 +136,7 @@ class EmbedService:
         check_outputs(card, job.outputs)
         check_dimensions(card, job.outputs, job.dimensions, strict=self.config.strict_dimensions)
         self.pool.require_ready()  # before any work is spent on a request that nobody could run
-        sequences, prompt_name, tokenize_s = await self._sequences(card, job)
+        sequences, prompt_name, behind, tokenize_s = await self._sequences(card, job)
         pieces = self._pieces(card, job, sequences) if job.split_long_inputs else None
         run = sequences if pieces is None else pieces.sequences
         tokens = sum(map(len, run))
@@ -142,12 +152,14 @@ class EmbedService:
                 dimensions=0 if here else job.dimensions,
                 priority=job.priority,
                 token_types=job.token_types,
-                spans=job.spans,
+                spans=job.spans if behind is None else behind,
                 payload=b"" if here or pieces is not None else job.payload,
                 deadline=job.deadline,
             )
         except RoseError as error:
             raise error if pieces is None else pieces.of_items(error) from None
+        if behind is not None:
+            result = replace(result, splits={})  # one span a text: a row each
         if pieces is not None:
             normalized = {output.name: output.normalized for output in card.outputs}
             outputs = {name: pieces.merge(rows, normalized=normalized[name]) for name, rows in result.outputs.items()}
@@ -163,7 +175,7 @@ class EmbedService:
         opening = self.tokenizer.special_tokens - len(suffix) if isinstance(job.input, Texts) else 0
         return Pieces(sequences, longest(card), opening, suffix)
 
-    async def _sequences(self, card: pb.ModelCard, job: EmbedJob) -> tuple[Sequence[IntArray], str | None, float]:
+    async def _sequences(self, card: pb.ModelCard, job: EmbedJob) -> _Encoded:
         limit = longest(card)
         cut_to = check_cut(job.cut_to, limit, self.tokenizer.special_tokens)
         if not isinstance(job.input, Texts):
@@ -172,8 +184,17 @@ class EmbedService:
                     "a prompt goes before texts, the input is token ids",
                     param="prompt_name" if job.prompt_name else "prompt",
                 )
-            return self._fit(job.input.items, job, limit, cut_to), None, 0.0
-        name, texts = with_prompt(card, job.input.items, job.prompt_name, job.prompt)
+            return _Encoded(self._fit(job.input.items, job, limit, cut_to))
+        name, prompt = choose_prompt(card, job.prompt_name, job.prompt)
+        texts = [prompt + text for text in job.input.items] if prompt else job.input.items
+        if prompt and card.excludes_prompt:
+            check_excluding(card)
+            if job.split_long_inputs:
+                raise InvalidInput(
+                    "the model leaves the prompt out of what it pools, and only the first piece of an input would have "
+                    "one: send no prompt",
+                    param="split_long_inputs",
+                )
         bounds = Bounds(None if job.split_long_inputs else limit, cut_to)
         ids, tokenize_s = await self.encode(
             texts, job.deadline, split_special_tokens=job.split_special_tokens, bounds=bounds
@@ -181,7 +202,20 @@ class EmbedService:
         for index, sequence in enumerate(ids):
             if not len(sequence):
                 raise InvalidInput("the text gives no tokens", param=FIELD, index=index)
-        return self._fit(ids, job, limit, cut_to), name, tokenize_s
+        sequences = self._fit(ids, job, limit, cut_to)
+        behind = None
+        if prompt and card.excludes_prompt:
+            behind = await self.behind_prompt(
+                prompt, sequences, job.deadline, split_special_tokens=job.split_special_tokens
+            )
+        return _Encoded(sequences, name, behind, tokenize_s)
+
+    async def behind_prompt(
+        self, prompt: str, sequences: Sequence[IntArray], deadline: float, *, split_special_tokens: bool
+    ) -> list[IntArray]:
+        """What of each sequence is pooled where the prompt is left out. Raises as `encode` and `spans_behind` do."""
+        (ids,), _ = await self.encode([prompt], deadline, split_special_tokens=split_special_tokens, bounds=ANY)
+        return spans_behind(ids, sequences, self.tokenizer.control_ids, len(self.tokenizer.suffix))
 
     async def encode(
         self,
@@ -282,25 +316,3 @@ def check_tokens(tokens: int, limit: int, param: str) -> None:
     """Raises PayloadTooLarge: however many items share them, the tokens of a request have an end."""
     if tokens > limit:
         raise PayloadTooLarge(f"{tokens} tokens in one request, the limit is {limit}", param=param)
-
-
-def with_prompt(
-    card: pb.ModelCard, texts: Sequence[str], name: str | None, prompt: str | None = None
-) -> tuple[str | None, Sequence[str]]:
-    """The name of the prompt that applies, if it has one, and the texts behind it.
-
-    Raises:
-        InvalidInput: a name the card does not have, or a name beside a prompt in words.
-    """
-    if prompt is not None:
-        if name:
-            raise InvalidInput("send prompt_name or prompt, not both", param="prompt")
-        return None, [prompt + text for text in texts] if prompt else texts
-    chosen = card.default_prompt_name if name is None else name
-    if not chosen:
-        return None, texts
-    if chosen not in card.prompts:
-        known = ", ".join(sorted(card.prompts)) or "none"
-        raise InvalidInput(f"the model has no prompt {chosen!r}; it has: {known}", param="prompt_name")
-    prefix = card.prompts[chosen]
-    return chosen, [prefix + text for text in texts]

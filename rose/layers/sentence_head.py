@@ -43,14 +43,20 @@ class DenseHead(nn.Module):
 
 
 class SentenceHead(nn.Module):
-    """Pooled rows, projected, and of unit length if `normalize`.
+    """Pooled rows, projected, cut, and of unit length if `normalize`.
+
+    Args:
+        keep: leading numbers of a vector that stay; None: all.
 
     Attributes:
         spans_unavailable: why parts of a sequence cannot be pooled each by itself, or None.
     """
 
-    def __init__(self, modes: Sequence[str], dense: Sequence[DenseHead], *, normalize: bool) -> None:
+    def __init__(
+        self, modes: Sequence[str], dense: Sequence[DenseHead], *, normalize: bool, keep: int | None = None
+    ) -> None:
         super().__init__()
+        self.keep = keep
         self.modes = cast(Sequence[PoolMode], tuple(modes))
         self.dense = nn.ModuleList(dense)
         self.normalize = normalize
@@ -66,7 +72,7 @@ class SentenceHead(nn.Module):
                 pools to zeros.
         """
         how: Finish = "l2" if self.normalize else "none"
-        if spans is None and len(self.modes) == 1 and not self.dense:
+        if spans is None and len(self.modes) == 1 and not self.dense and self.keep is None:
             return pool_finish(hidden, cu_seqlens, self.modes[0], how)
         if spans is None:
             x = torch.cat([pool(hidden, cu_seqlens, mode) for mode in self.modes], dim=-1)
@@ -74,4 +80,4 @@ class SentenceHead(nn.Module):
             x = pool_spans(hidden, spans)
         for dense in self.dense:
             x = dense(x)
-        return finish(x, how)
+        return finish(x if self.keep is None else x[:, : self.keep].contiguous(), how)

@@ -127,8 +127,11 @@ def build_embedder(folder: ModelFolder, colbert_width: int | None = None) -> Emb
     pooling = folder.pooling
     if pooling is None:
         raise CheckpointError(f"{folder.path} states no pooling, and an embedder needs one")
-    if not pooling.include_prompt and any(folder.prompts.values()):
-        raise CheckpointError(f"{pooling.source}: include_prompt is false, and pooling past a prompt is not served")
+    if pooling.excludes_prompt and any(folder.prompts.values()) and pooling.modes != ("mean",):
+        raise CheckpointError(
+            f"{pooling.source}: include_prompt is false, which is served for mean and last, and not for "
+            f"{' + '.join(pooling.modes)}"
+        )
     served = find_entry(folder.architecture).architectures
     if folder.architecture.architecture not in served:
         name = folder.architecture.architecture
@@ -143,7 +146,7 @@ def build_embedder(folder: ModelFolder, colbert_width: int | None = None) -> Emb
         )
         for module in folder.dense
     ]
-    head = SentenceHead(pooling.modes, dense, normalize=folder.normalize)
+    head = SentenceHead(pooling.modes, dense, normalize=folder.normalize, keep=folder.truncate_dim)
     width = folder.architecture.hidden_size
     heads = {config.name: config for config in folder.token_heads if config.unavailable is None}
     lexical = LexicalHead(width, heads["sparse"].unweighted_ids) if "sparse" in heads else None

@@ -779,6 +779,7 @@ class ModelCard(google.protobuf.message.Message):
     GENERATES_FIELD_NUMBER: builtins.int
     END_IDS_FIELD_NUMBER: builtins.int
     MAX_RUNNING_FIELD_NUMBER: builtins.int
+    EXCLUDES_PROMPT_FIELD_NUMBER: builtins.int
     model: builtins.str
     architecture: builtins.str
     default_output: builtins.str
@@ -803,6 +804,8 @@ class ModelCard(google.protobuf.message.Message):
     """it continues prompts (Generate); `outputs` is empty then"""
     max_running: builtins.int
     """sequences that generate at a time"""
+    excludes_prompt: builtins.bool
+    """pooling leaves a prompt's tokens out: fronts send the spans behind it"""
     @property
     def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___OutputCard]: ...
     @property
@@ -841,8 +844,9 @@ class ModelCard(google.protobuf.message.Message):
         generates: builtins.bool = ...,
         end_ids: collections.abc.Iterable[builtins.int] | None = ...,
         max_running: builtins.int = ...,
+        excludes_prompt: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "backend", b"backend", "causal", b"causal", "default_output", b"default_output", "default_prompt_name", b"default_prompt_name", "device", b"device", "dtype", b"dtype", "end_ids", b"end_ids", "generates", b"generates", "hidden_size", b"hidden_size", "matryoshka_dimensions", b"matryoshka_dimensions", "max_batch_tokens", b"max_batch_tokens", "max_queued_tokens", b"max_queued_tokens", "max_request_items", b"max_request_items", "max_running", b"max_running", "max_tokens", b"max_tokens", "model", b"model", "outputs", b"outputs", "pooling", b"pooling", "prompts", b"prompts", "tokenizer_sha256", b"tokenizer_sha256", "version", b"version", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["architecture", b"architecture", "backend", b"backend", "causal", b"causal", "default_output", b"default_output", "default_prompt_name", b"default_prompt_name", "device", b"device", "dtype", b"dtype", "end_ids", b"end_ids", "excludes_prompt", b"excludes_prompt", "generates", b"generates", "hidden_size", b"hidden_size", "matryoshka_dimensions", b"matryoshka_dimensions", "max_batch_tokens", b"max_batch_tokens", "max_queued_tokens", b"max_queued_tokens", "max_request_items", b"max_request_items", "max_running", b"max_running", "max_tokens", b"max_tokens", "model", b"model", "outputs", b"outputs", "pooling", b"pooling", "prompts", b"prompts", "tokenizer_sha256", b"tokenizer_sha256", "version", b"version", "vocab_size", b"vocab_size"]) -> None: ...
 
 Global___ModelCard: typing_extensions.TypeAlias = ModelCard
 

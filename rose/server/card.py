@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import rose
 from rose.config import EngineConfig, ModelFolder, ServerConfig
+from rose.config.pooling_facts import end_fact
 from rose.config.reranker_facts import reranker_facts
 from rose.errors import StartupError
 from rose.models.base import OutputSpec, ServedModel
@@ -58,6 +59,7 @@ def model_card(
         backend=backend,
         version=rose.__version__,
         matryoshka_dimensions=folder.matryoshka_dimensions,
+        excludes_prompt=folder.pooling is not None and folder.pooling.excludes_prompt,
     )
 
 
@@ -135,7 +137,8 @@ def table(card: pb.ModelCard, folder: ModelFolder, engine: EngineConfig, address
 def _embedder_facts(card: pb.ModelCard, folder: ModelFolder) -> list[tuple[str, str]]:
     prompts = [f"{name}={text!r}" for name, text in sorted(folder.prompts.items())]
     return [
-        ("pooling", f"{card.pooling} ({folder.pooling.source})" if folder.pooling else "none"),
+        ("pooling", f"{folder.pooling.told} ({folder.pooling.source})" if folder.pooling else "none"),
+        *end_fact(folder),
         ("normalised", "yes" if folder.normalize else "no"),
         ("prompts", "; ".join(prompts) or "none"),
         ("default prompt", card.default_prompt_name or "none"),

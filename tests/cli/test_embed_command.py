@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -235,3 +236,14 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(api, tmp_path):
     assert process.wait(30) == 141
     assert process.stderr.read() == b""
     process.stderr.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+def test_an_output_that_is_full_is_a_line(api, texts):
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-m", "rose.cli", "embed", str(texts), "--server", api.url]
+        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (process.returncode, process.stderr) == (
+        2,
+        "rose: the output cannot be written: No space left on device\n",
+    )

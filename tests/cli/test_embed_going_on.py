@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import signal
@@ -75,6 +77,62 @@ def interrupting(rows: int):
         yield advance
 
     return bar
+
+
+@pytest.mark.parametrize("form", ["npy", "jsonl", "parquet"])
+@pytest.mark.parametrize("full", ["rows", "record", "finish"])
+def test_a_full_disk_is_a_line_and_loses_nothing(api, texts, tmp_path, monkeypatch, capsys, form, full):
+    """No room for the rows of a batch, for the record behind them, or for the file that is made of them."""
+    monkeypatch.setattr(bulk_run, "BATCH_ITEMS", 64)
+    whole, stopped = tmp_path / f"whole.{form}", tmp_path / f"stopped.{form}"
+    assert embed(api, texts, "-o", whole) == 0
+    with monkeypatch.context() as patch:
+        fill_up(patch, full, after=2)
+        assert embed(api, texts, "-o", stopped) == 2
+    done = len(TEXTS) if full == "finish" else 128
+    assert capsys.readouterr().err.splitlines()[-2:] == [
+        f"rose: done so far: {done} texts; the same command goes on there",
+        f"rose: cannot write {stopped}.partial: {os.strerror(errno.ENOSPC)}",
+    ]
+    assert {path.name for path in tmp_path.iterdir() if path.name.startswith("stopped")} == {
+        f"{stopped.name}.partial",
+        f"{stopped.name}.partial.json",
+    }
+    assert not asked_again(api, TEXTS[:done], lambda: embed(api, texts, "-o", stopped))
+    assert stopped.read_bytes() == whole.read_bytes()
+    assert left_behind(tmp_path) == []
+
+
+def fill_up(patch, full, after):
+    """A disk that is full from the third batch on."""
+    no_room = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    count = iter(range(1000))
+
+    def refuse(*_, **__):
+        raise no_room
+
+    if full == "rows":
+
+        class Full(io.FileIO):
+            def write(self, data):
+                if next(count) >= after:
+                    super().write(bytes(data)[:10])
+                    raise no_room
+                return super().write(data)
+
+        patch.setattr("rose.cli.bulk.resume.FileIO", Full)
+    elif full == "record":
+        write_text = Path.write_text
+
+        def write_some(path, text, **how):
+            if path.name.endswith(".tmp") and next(count) >= after:
+                write_text(path, text[:10], **how)
+                raise no_room
+            return write_text(path, text, **how)
+
+        patch.setattr(Path, "write_text", write_some)
+    else:
+        patch.setattr("rose.cli.bulk.resume.os.fsync", refuse)
 
 
 @pytest.mark.parametrize("form", ["npy", "jsonl", "parquet"])

@@ -104,6 +104,25 @@ def test_golden_vectors_are_stored_and_checked_later(tmp_path, data, capsys):
     assert verify(capsys, golden, bent, "--data", data)[0] == 1
 
 
+def test_golden_vectors_that_cannot_be_stored_leave_nothing(tmp_path, data, capsys, monkeypatch):
+    a = tiny_bert(tmp_path / "a")
+    nowhere = tmp_path / "missing" / "golden.npz"
+    assert cli.main(["verify", "no such model", "--data", str(data), "--save-golden", str(nowhere)]) == 2
+    assert capsys.readouterr().err == f"rose: {nowhere} cannot be written: {nowhere.parent} is no folder\n"
+
+    def full(file, **arrays):
+        file.write(b"PK")
+        raise OSError(28, "No space left on device")
+
+    golden = tmp_path / "golden.npz"
+    golden.write_bytes(b"an older one")
+    monkeypatch.setattr(np, "savez", full)
+    assert cli.main(["verify", str(a), "--data", str(data), "--save-golden", str(golden)]) == 2
+    assert capsys.readouterr().err.endswith(f"rose: {golden} cannot be written: No space left on device\n")
+    assert golden.read_bytes() == b"an older one"
+    assert not list(tmp_path.glob(".golden*"))
+
+
 def test_attention_of_the_other_kind_is_found(tmp_path, data, capsys):
     """Report C86 (vllm#16892): a flag that flips the attention is not the same model."""
     a, b = tiny_qwen3(tmp_path / "a"), tiny_qwen3(tmp_path / "b", config={"is_causal": False})

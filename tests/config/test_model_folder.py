@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from rose.config import DenseConfig, read_model_folder
+from rose.config.pooling_facts import end_fact
 from rose.errors import CheckpointError
 from tests.support.tiny_checkpoints import (
     LEGACY_FLAGS,
@@ -21,6 +22,7 @@ from tests.support.tiny_checkpoints import (
     tiny_xlm_roberta,
     write_json,
 )
+from tests.support.tiny_families import tiny_pplx
 
 OURS = {
     "cls": "cls",
@@ -292,3 +294,49 @@ def test_reading_needs_no_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "96", done.stderr
+
+
+@pytest.mark.parametrize("beside", ["model", "nothing"])
+def test_an_adapter_is_never_left_out_in_silence(tmp_path, beside):
+    path = tiny_qwen3(tmp_path / "m") if beside == "model" else tmp_path / "m"
+    path.mkdir(exist_ok=True)
+    write_json(path / "adapter_config.json", {"peft_type": "LORA", "base_model_name_or_path": "base", "r": 4})
+    with pytest.raises(CheckpointError, match=r"holds an adapter .* `rose convert .*/m --to embedder`"):
+        read_model_folder(path)
+
+
+REMOTE = {"AutoConfig": "configuration_qwen.QwenConfig", "AutoModel": "modeling_qwen.Qwen2Model"}
+
+
+def test_code_of_the_checkpoints_own_does_not_say_what_a_token_sees(tmp_path):
+    """Report C86 (vllm#16892): gte-Qwen2 was bidirectional by its code alone."""
+    path = tiny_qwen3(tmp_path / "m", config={"auto_map": REMOTE})
+    with pytest.raises(CheckpointError, match=r"modeling_qwen.Qwen2Model.* settle it with --causal or --bidirectional"):
+        read_model_folder(path)
+    assert not read_model_folder(path, causal=False).architecture.causal
+    assert read_model_folder(path, task="generate").architecture.causal
+    edit_json(path / "config.json", is_causal=False)
+    assert not read_model_folder(path).architecture.causal
+
+
+def test_code_of_its_own_beside_a_class_that_says_it(tmp_path):
+    """pplx-embed names its code too, and is known."""
+    path = tiny_pplx(tmp_path / "pplx", config={"auto_map": REMOTE, "use_bidirectional_attention": None})
+    assert not read_model_folder(path).architecture.causal
+    assert read_model_folder(tiny_bert(tmp_path / "bert", config={"auto_map": REMOTE})).pooling is not None
+
+
+def test_a_promised_end_token_that_is_not_added_is_told(tmp_path):
+    """Report C85 (sentence-transformers#2591): the last token of the text would be pooled."""
+    path = tiny_qwen3(tmp_path / "m", pooling="lasttoken")
+    ((_, added),) = end_fact(read_model_folder(path))
+    assert added == repr("<|endoftext|>")
+    tokenizer = read_json(path / "tokenizer.json")
+    write_json(path / "tokenizer.json", tokenizer | {"post_processor": None})
+    edit_json(path / "tokenizer_config.json", add_eos_token=True)
+    ((_, told),) = end_fact(read_model_folder(path))
+    assert told == (
+        "none; the text's own last token is pooled "
+        "(tokenizer_config.json: add_eos_token promises one, and it is not added)"
+    )
+    assert end_fact(read_model_folder(tiny_bert(tmp_path / "bert"))) == []

@@ -221,10 +221,14 @@ def test_a_classifier_is_no_embedder(tmp_path):
         load(path, task="embed")
 
 
-def test_prompt_left_out_of_the_pool_is_refused_where_there_are_prompts(tmp_path):
-    with pytest.raises(CheckpointError, match="include_prompt is false, and pooling past a prompt is not served"):
-        load(tiny_bert(tmp_path / "a", include_prompt=False, prompts={"query": "query: "}))
-    assert load(tiny_bert(tmp_path / "b", include_prompt=False, prompts={"query": ""})).folder.prompts == {"query": ""}
+@pytest.mark.parametrize("pooling", ["cls", "max", ["mean", "max"]])
+def test_prompt_left_out_of_another_pool_than_the_mean_is_refused_where_there_are_prompts(tmp_path, pooling):
+    left_out = {"pooling": pooling, "include_prompt": False}
+    with pytest.raises(
+        CheckpointError, match="include_prompt is false, which is served for mean and last, and not for"
+    ):
+        load(tiny_bert(tmp_path / "a", **left_out, prompts={"query": "query: "}))
+    assert load(tiny_bert(tmp_path / "b", **left_out, prompts={"query": ""})).folder.prompts == {"query": ""}
 
 
 def test_index_order_is_the_order_of_reading(tmp_path):

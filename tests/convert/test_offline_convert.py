@@ -15,6 +15,7 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from torch.nn.functional import cosine_similarity
 
 from rose.config import read_model_folder
+from rose.config.folder import TRANSFORMER_FILES
 from rose.convert.offline import Wishes, convert, decide, find_source, open_weights
 from rose.errors import CheckpointError
 from tests.support.running import embed, encode, load, load_reranker, score
@@ -61,11 +62,19 @@ def same(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 CHAIN = {"dense": [Dense(64, 48), Dense(48, 32, bias=False, activation=None)], "prompts": {"query": "query: "}}
+
+
+def cut(path, dimensions):
+    edit_json(path / "config_sentence_transformers.json", truncate_dim=dimensions)
+    return path
+
+
 CASES = {
     "bert": lambda path: tiny_bert(path, pooling="cls", prefix="bert.", **CHAIN),
     "sharded bert": lambda path: tiny_bert(path, pooling=["mean", "max"], shards=3, normalize=False),
     "xlm-roberta": lambda path: tiny_xlm_roberta(path, pooling="mean", max_seq_length=9),
     "qwen3": lambda path: tiny_qwen3(path, prefix="model.", legacy=False, prompts={"query": "ask: ", "document": ""}),
+    "cut bert": lambda path: cut(tiny_bert(path, normalize=False, **CHAIN), 16),
     "qwen3 of one matrix": lambda path: tiny_qwen3(path, bidirectional=False, tied=True, shards=2),
 }
 
@@ -262,6 +271,41 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path, make, wishes, me
     with pytest.raises(CheckpointError, match=message):
         converted(source, tmp_path / "b", **wishes)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights"),
+        (lambda folder: save_file({"linear.weight": torch.ones(48, 64)}, folder / "model.safetensors"), "linear.bias"),
+        (
+            lambda folder: save_file(
+                {"linear.weight": torch.ones(64, 48), "linear.bias": torch.ones(48)}, folder / "model.safetensors"
+            ),
+            r"has shape \(64, 48\), and the model takes \(48, 64\)",
+        ),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\x00" * 9), "cannot be read"),
+    ],
+    ids=["missing", "half", "turned", "damaged"],
+)
+def test_a_dense_module_without_its_weights_is_found_before_anything_is_written(tmp_path, change, message):
+    """The result could not be served."""
+    source = tiny_bert(tmp_path / "a", **CHAIN)
+    change(source / "2_Dense")
+    with pytest.raises(CheckpointError, match=message) as caught:
+        converted(source, tmp_path / "b")
+    assert "2_Dense" in caught.value.message
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("name", TRANSFORMER_FILES)
+def test_limit_and_lower_case_stay_whatever_their_file_is_called(tmp_path, name):
+    source = tiny_bert(tmp_path / "a", max_seq_length=9)
+    (source / "sentence_bert_config.json").rename(source / name)
+    edit_json(source / name, do_lower_case=True)
+    target = converted(source, tmp_path / "b")
+    for folder in (read_model_folder(source), read_model_folder(target)):
+        assert (folder.max_tokens, folder.do_lower_case) == (9, True)
 
 
 def test_a_target_that_is_there_or_the_source_itself_is_refused(tmp_path):

@@ -6,6 +6,8 @@ import shutil
 
 import pytest
 import torch
+import transformers
+import transformers.integrations.finegrained_fp8
 from safetensors.torch import load_file, save_file
 
 from rose.config import read_model_folder
@@ -17,7 +19,7 @@ from rose.layers.linear import Linear
 from rose.layers.quantized import CodedAddNorm, CodedRMSNorm, PartedLinear, QuantizedLinear
 from tests.support.quantized_folders import DIALECTS, INPUTS, quantize_folder
 from tests.support.running import embed, load, load_reranker, logits_of, random_sequences, score
-from tests.support.tiny_checkpoints import edit_json, read_json, tiny_bert, tiny_qwen3
+from tests.support.tiny_checkpoints import edit_json, read_json, tiny_bert, tiny_qwen3, write_json
 from tests.support.tiny_families import tiny_cross_encoder_bert, tiny_qwen3_reranker
 from tests.support.tiny_language_models import tiny_lm
 from tests.support.tiny_qwen3_5 import tiny_qwen3_5
@@ -41,7 +43,7 @@ def expected_vectors(path, plain_path, values, dialect):
     for name in list(tensors):
         if name in values:
             tensors[name] = values[name]
-        elif name.endswith(("weight_scale", "weight_scale_inv", "input_scale")):
+        elif name.endswith(("weight_scale", "weight_scale_inv", "input_scale", "activation_scale")):
             del tensors[name]
     save_file(tensors, plain_path / "model.safetensors")
     edit_json(plain_path / "config.json", quantization_config=None)
@@ -90,6 +92,26 @@ def test_every_dialect_is_its_own_arithmetic(tmp_path, dialect, family):
     assert 0.9 < cosine(out, before) < 0.9999999  # near the plain model, and not it
     assert 1 - cosine(out, expected) < 0.05 * (1 - cosine(out, before))
     assert {m.weight.dtype for m in linears(model).values()} == {torch.int8 if dialect == "int8" else FP8}
+
+
+def test_the_names_of_transformers_own_scales():
+    """What it calls the scales of one a tensor, and the type of those that are powers of two."""
+    fp8_linear = transformers.integrations.finegrained_fp8.FP8Linear
+    assert {"weight_scale_inv", "activation_scale"} < {*fp8_linear(128, 256, None, "static").state_dict()}
+    scale = fp8_linear(128, 256, (128, 128), scale_fmt="ue8m0").state_dict()["weight_scale_inv"]
+    assert scale.dtype == torch.float8_e8m0fnu
+
+
+def test_the_older_name_of_the_config(tmp_path):
+    path = tiny_qwen3(tmp_path / "q", **WIDE)
+    quantize_folder(path, "channel-token")
+    expected = embed(load(path), SEQUENCES)
+    config = read_json(path / "config.json")
+    write_json(
+        path / "config.json", {k.replace("quantization_config", "compression_config"): v for k, v in config.items()}
+    )
+    assert torch.equal(embed(load(path), SEQUENCES), expected)
+    assert read_model_folder(path).quantized_by == "compressed-tensors"
 
 
 def test_fused_parts_keep_their_own_scales(tmp_path):

@@ -98,6 +98,23 @@ def test_limit_from_the_tokenizer(tmp_path):
     assert ids == their_ids(theirs, long)
 
 
+@pytest.mark.parametrize(
+    "arguments", [{}, {"normalize": False}, {"dense": [Dense(64, 48)]}, {"pooling": ["mean", "max"]}]
+)
+def test_vectors_that_the_folder_cuts(tmp_path, arguments):
+    """`truncate_dim` of the folder. Cut vectors are of unit length again where the model normalises; the library leaves
+    them shorter."""
+    path = tiny_bert(tmp_path / "m", prompts={"query": ""}, **arguments)
+    edit_json(path / "config_sentence_transformers.json", truncate_dim=16)
+    theirs, ours = reference(path), load(path)
+    expected = torch.from_numpy(theirs.encode(TEXTS))
+    assert expected.shape == (len(TEXTS), 16)
+    assert ours.folder.dimension == ours.outputs["dense"].dimension == 16
+    if ours.folder.normalize:
+        expected = torch.nn.functional.normalize(expected, dim=1)
+    torch.testing.assert_close(embed(ours, encode(ours.folder, TEXTS)), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_similarity_name(tmp_path):
     path = tiny_bert(tmp_path / "m", prompts={})
     assert read_model_folder(path).similarity == reference(path).similarity_fn_name

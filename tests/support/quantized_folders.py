@@ -30,11 +30,22 @@ COMPRESSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "int8": (_args("int", "channel"), _args("int", "token", dynamic=True)),
 }
-DIALECTS = (*COMPRESSED, "fp8-block", "fp8-static", "fp8-dynamic", "modelopt", "modelopt-file", "modelopt-channel")
+DIALECTS = (
+    *COMPRESSED,
+    *(
+        "fp8-block",
+        "fp8-static",
+        "fp8-dynamic",
+        "fp8-block-e8m0",
+        "fp8-static-transformers",
+        "fp8-dynamic-transformers",
+    ),
+    *("modelopt", "modelopt-file", "modelopt-channel"),
+)
 
 
-def codes_of(weight: Tensor, how: str) -> tuple[Tensor, Tensor]:
-    """(codes, scale as stored) by "tensor", "channel", "block" or "int8"."""
+def codes_of(weight: Tensor, how: str, *, powers: bool = False) -> tuple[Tensor, Tensor]:
+    """(codes, scale as stored) by "tensor", "channel", "block" or "int8"; `powers`: a block's is a power of two."""
     w = weight.float()
     if how == "block":
         rows, width = w.shape
@@ -42,6 +53,7 @@ def codes_of(weight: Tensor, how: str) -> tuple[Tensor, Tensor]:
         up[:rows, :width] = w
         tiles = up.view(up.shape[0] // 128, 128, up.shape[1] // 128, 128)
         scale = tiles.abs().amax((1, 3)).clamp(min=1e-12) / 448
+        scale = torch.exp2(scale.log2().ceil()) if powers else scale
         codes = (tiles / scale[:, None, :, None]).view_as(up)[:rows, :width]
         return codes.clamp(-448, 448).to(FP8).contiguous(), scale
     if how == "tensor":
@@ -76,7 +88,7 @@ def quantize_folder(path: Path, dialect: str, *, keep: tuple[str, ...] = ()) -> 
         name -> the values that its codes stand for, in fp32.
     """
     tensors = load_file(path / "model.safetensors")
-    how = {"tensor": "tensor", "channel": "channel", "block": "block", "int8": "int8"}[_how(dialect)]
+    how = _how(dialect)
     values: dict[str, Tensor] = {}
     ignored: list[str] = ["lm_head"]
     for name, tensor in list(tensors.items()):
@@ -84,20 +96,28 @@ def quantize_folder(path: Path, dialect: str, *, keep: tuple[str, ...] = ()) -> 
         if not is_product(name, tensor) or any(part in name for part in keep):
             ignored += [module] if tensor.dim() == 2 and name.endswith(".weight") else []
             continue
-        codes, scale = codes_of(tensor, how)
+        codes, scale = codes_of(tensor, how, powers=dialect.endswith("e8m0"))
         tensors[name] = codes
         values[name] = plain(codes, scale)
-        leaf = "weight_scale_inv" if dialect == "fp8-block" else "weight_scale"
-        tensors[f"{module}.{leaf}"] = scale.view(()) if dialect.startswith("modelopt") and how == "tensor" else scale
+        of_transformers = dialect.endswith("transformers")
+        leaf = (
+            "weight_scale_inv" if (how == "block" and dialect.startswith("fp8")) or of_transformers else "weight_scale"
+        )
+        scalar = (dialect.startswith("modelopt") and how == "tensor") or of_transformers
+        stored = scale.to(torch.float8_e8m0fnu) if dialect.endswith("e8m0") else scale
+        tensors[f"{module}.{leaf}"] = stored.view(()) if scalar else stored
         if "static" in dialect or dialect in ("modelopt", "modelopt-file"):
-            tensors[f"{module}.input_scale"] = torch.tensor([INPUTS / 448])
+            leaf, inputs = "input_scale", torch.tensor([INPUTS / 448])
+            if of_transformers:
+                leaf, inputs = "activation_scale", inputs.view(())
+            tensors[f"{module}.{leaf}"] = inputs
     save_file(tensors, path / "model.safetensors")
     _write_config(path, dialect, ignored)
     return values
 
 
 def _how(dialect: str) -> str:
-    if dialect in ("fp8-static", "fp8-dynamic", "modelopt", "modelopt-file"):
+    if dialect.startswith(("fp8-static", "fp8-dynamic")) or dialect in ("modelopt", "modelopt-file"):
         return "tensor"
     return dialect.removeprefix("fp8-").removeprefix("modelopt-").partition("-")[0]
 
@@ -111,9 +131,11 @@ def _write_config(path: Path, dialect: str, ignored: list[str]) -> None:
         config |= {"config_groups": {"group_0": group}, "ignore": ignored, "quantization_status": "compressed"}
     elif dialect.startswith("fp8"):
         config = {"quant_method": "fp8", "fmt": "e4m3", "modules_to_not_convert": ignored}
-        config["activation_scheme"] = "static" if dialect == "fp8-static" else "dynamic"
-        if dialect == "fp8-block":
+        config["activation_scheme"] = "static" if "static" in dialect else "dynamic"
+        if "block" in dialect:
             config["weight_block_size"] = [128, 128]
+        if dialect.endswith("e8m0"):
+            config["scale_fmt"] = "ue8m0"
     else:
         algorithm = "FP8_PER_CHANNEL_PER_TOKEN" if dialect == "modelopt-channel" else "FP8"
         inner = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": ignored}

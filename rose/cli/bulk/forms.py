@@ -109,9 +109,13 @@ class Parquet:
         from pyarrow import parquet
 
         made = path.with_name(f"{path.name}.parquet")
-        with pa.ipc.open_stream(path) as stream, parquet.ParquetWriter(made, stream.schema) as writer:
-            for batches in _groups(stream):
-                writer.write_table(pa.Table.from_batches(batches))
+        try:
+            with pa.ipc.open_stream(path) as stream, parquet.ParquetWriter(made, stream.schema) as writer:
+                for batches in _groups(stream):
+                    writer.write_table(pa.Table.from_batches(batches))
+        except OSError:  # a full disk has no room for half of it
+            made.unlink(missing_ok=True)
+            raise
         return made
 
     def _batch(self, first: int, items: Sequence[Item], answer: Answer) -> Any:

@@ -15,10 +15,12 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from rose.errors import InvalidInput
 
@@ -90,14 +92,33 @@ class Partial:
             raise
 
     def append(self, data: bytes, done: Done) -> None:
-        """Add `data`; `done` says how far that is, its size left out."""
-        self._file.write(data)
-        self._file.flush()
-        self.done = Done(done.rows, self._file.tell(), done.digest, done.tokens)
-        text = json.dumps({"settings": self._settings, **{name: getattr(self.done, name) for name in _FIELDS}})
-        temporary = self._record.with_suffix(".tmp")
-        temporary.write_text(text + "\n", encoding="utf-8")
-        temporary.replace(self._record)
+        """Add `data`; `done` says how far that is, its size left out.
+
+        Raises:
+            InvalidInput: the disk is full, or cannot be written any more; what was recorded before counts.
+        """
+        with self.writing():
+            left = memoryview(data)
+            while left:
+                left = left[self._file.write(left) :]
+            now = Done(done.rows, self._file.tell(), done.digest, done.tokens)
+            text = json.dumps({"settings": self._settings, **{name: getattr(now, name) for name in _FIELDS}})
+            temporary = self._record.with_suffix(".tmp")
+            try:
+                temporary.write_text(text + "\n", encoding="utf-8")
+                temporary.replace(self._record)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+            self.done = now
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """What the file system refuses, as an InvalidInput."""
+        try:
+            yield
+        except OSError as error:
+            raise InvalidInput(f"cannot write {self.path}: {error.strerror or error}") from error
 
     def publish(self, made: Path) -> None:
         """Rename a finished file to its place, once its bytes are on the disk; only then are rows and record let go.
@@ -105,9 +126,14 @@ class Partial:
         Args:
             made: the rows' own file, or one that was made out of it.
         """
-        with made.open("rb") as written:
-            os.fsync(written.fileno())
-        made.replace(self._out)
+        try:
+            with made.open("rb") as written:
+                os.fsync(written.fileno())
+            made.replace(self._out)
+        except OSError:
+            if made != self.path:  # it can be made again, and a full disk has better use for the room
+                made.unlink(missing_ok=True)
+            raise
         self.published = True
         _sync_folder(self._out.parent)
         self.path.unlink(missing_ok=True)
@@ -120,7 +146,7 @@ class Partial:
             self._record.unlink(missing_ok=True)
         self._file.close()
 
-    def _locked(self) -> BinaryIO:
+    def _locked(self) -> FileIO:
         """The rows' file, held by this run alone.
 
         Between opening and locking, the run that held it may have published it: then the lock is one on that run's
@@ -137,9 +163,10 @@ class Partial:
                 return file
             file.close()
 
-    def _opened(self) -> BinaryIO:
+    def _opened(self) -> FileIO:
+        """Without a buffer: what a full disk did not take would be tried once more when the file is closed."""
         try:
-            return os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+            return FileIO(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+")
         except OSError as error:
             raise InvalidInput(f"cannot write {self.path}: {error.strerror}") from None
 
@@ -166,7 +193,7 @@ class Partial:
         return done
 
 
-def _is_at(file: BinaryIO, path: Path) -> bool:
+def _is_at(file: FileIO, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -124,12 +125,23 @@ def _stored(folder: ModelFolder) -> str:
 
 
 def save_golden(answers: Answers, path: Path) -> None:
-    """An .npz that `load_golden` reads, without pickled objects in it."""
+    """An .npz that `load_golden` reads, without pickled objects in it: whole or not at all.
+
+    Raises:
+        InvalidInput: it cannot be written.
+    """
     about = {name: getattr(answers, name) for name in ("name", "kind", "texts", "stored", "ran")} | {"format": _VERSION}
     flat = np.array([i for own in answers.ids for i in own], dtype=np.int64)
     lengths = np.array([len(own) for own in answers.ids], dtype=np.int64)
-    with path.open("wb") as file:
-        np.savez(file, about=np.array(json.dumps(about)), ids=flat, lengths=lengths, values=answers.values)
+    made = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        with made.open("wb") as file:
+            np.savez(file, about=np.array(json.dumps(about)), ids=flat, lengths=lengths, values=answers.values)
+        made.replace(path)
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        made.unlink(missing_ok=True)
 
 
 def load_golden(path: Path) -> Answers:

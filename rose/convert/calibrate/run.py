@@ -6,6 +6,7 @@ Knows the order of things; each step is another file's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from rose.config import ModelFolder, read_model_folder
 from rose.config.architecture import quantized_by
 from rose.config.json_file import JsonFile
+from rose.convert.calibrate.cache import CacheScales
 from rose.convert.calibrate.layers import Layer, find_layers, observed, quantized, settle_inputs
 from rose.convert.calibrate.report import report_of
 from rose.convert.calibrate.search import Found, search
@@ -36,6 +38,7 @@ class Settings:
         percentile: of the magnitudes of a layer's inputs that a static scale must hold; 100: all.
         probe_tokens: on which layers are tried one by one, at most (and one text at least).
         keep: patterns of layers that stay plain whatever the gate says.
+        kv_cache: scales for e4m3 keys and values too; the gate is held with both rounded.
         facts: written into the report as they are.
     """
 
@@ -43,6 +46,7 @@ class Settings:
     percentile: float = 100.0
     probe_tokens: int = 4096
     keep: tuple[str, ...] = ()
+    kv_cache: bool = False
     shard_bytes: int = 5_000_000_000
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -97,16 +101,20 @@ def calibrate(
     layers, always_kept = find_layers(subject.folder, subject.backbone, settings.keep)
     if not layers:
         raise InvalidInput("every layer is kept: nothing is left to quantise")
+    cache = CacheScales(subject) if settings.kv_cache else None
     show = stage("watching", len(watched))
-    with observed(subject.backbone, layers) as observers:
+    with observed(subject.backbone, layers) as observers, nullcontext() if cache is None else cache.watched(subject):
         for at in range(0, len(watched), 32):
             subject.answers(watched[at : at + 32])
             show(min(at + 32, len(watched)))
     if to.scheme.activations == "static":
         settle_inputs(layers, observers, settings.percentile)
+    if cache is not None:
+        cache.settle()
     made: dict[str, nn.Module] = {layer.name: layer.quantized(to.scheme) for layer in layers}
     probe = _probe(subject, watched, settings.probe_tokens)
-    found = search(subject, layers, made, probe, held_out, watched, judge, stage("trying layers", len(layers)))
+    show = stage("trying layers", len(layers))
+    found = search(subject, layers, made, probe, held_out, watched, judge, show, cache=cache)
     sizes = _sizes(layers, found)
     report = report_of(
         found,
@@ -120,6 +128,7 @@ def calibrate(
             "texts": {"watched": len(watched), "tried": len(probe), "held_out": len(held_out)},
             "tokens": {name: _tokens(subject, own) for name, own in (("watched", watched), ("held_out", held_out))},
             **sizes,
+            **({} if cache is None else {"kv_cache": cache.report(), "kv_cache_damage": found.cache_damage}),
             **settings.facts,
         },
         always_kept=always_kept,
@@ -140,7 +149,7 @@ def calibrate(
         subject.folder,
         target,
         to,
-        Sources(coded),
+        Sources(coded, {} if cache is None else cache.tensors()),
         report,
         check=check,
         shard_bytes=settings.shard_bytes,

@@ -8,11 +8,13 @@ and then on all, whose worst one is among the others more often than not. Knows 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import nn
 
+from rose.convert.calibrate.cache import CacheScales
 from rose.convert.calibrate.layers import Layer, quantized
 from rose.convert.calibrate.subject import Array, Judge, Subject, Verdict, damage
 
@@ -41,11 +43,13 @@ class Found:
     Attributes:
         kept: layers that stay plain, the worst first.
         damages: layer -> what quantising it alone does to the answers.
+        cache_damage: what rounding keys and values alone does, or None where that was not asked for.
     """
 
     kept: list[str]
     damages: dict[str, float]
     trials: list[Trial] = field(default_factory=list)
+    cache_damage: float | None = None
 
     @property
     def trial(self) -> Trial:
@@ -62,12 +66,15 @@ def search(
     others: Sequence[int],
     judge: Judge,
     advance: Callable[[int], None],
+    *,
+    cache: CacheScales | None = None,
 ) -> Found:
     """
     Args:
         made: the layers as codes, by name.
         probe: texts on which single layers are tried. held_out, others: texts on which the gate is.
         advance: is told the layers tried so far.
+        cache: rounds keys and values in every trial.
     """
     damages: dict[str, float] = {}
     plain = subject.answers(probe)
@@ -77,6 +84,9 @@ def search(
         advance(at)
     worst = sorted(damages, key=lambda name: -damages[name])
     found = Found([], damages)
+    if cache is not None:
+        with cache.rounded(subject):
+            found.cache_damage = damage(subject.kind, plain, subject.answers(probe))
     reference, rest = subject.answers(held_out), subject.answers(others)
 
     def holds(kept: int) -> bool:
@@ -84,10 +94,10 @@ def search(
             if trial.kept == kept:
                 return trial.passed
         plain_ones = set(worst[:kept])
-        own = _answers(subject, layers, made, plain_ones, held_out)
+        own = _answers(subject, layers, made, plain_ones, held_out, cache)
         verdict, over_all = judge(reference, own), None
         if verdict.passed:
-            more = _answers(subject, layers, made, plain_ones, others)
+            more = _answers(subject, layers, made, plain_ones, others, cache)
             over_all = judge(np.concatenate([reference, rest]), np.concatenate([own, more]))
         found.trials.append(Trial(kept, verdict, over_all))
         return found.trials[-1].passed
@@ -97,9 +107,15 @@ def search(
 
 
 def _answers(
-    subject: Subject, layers: Sequence[Layer], made: Mapping[str, nn.Module], kept: set[str], which: Sequence[int]
+    subject: Subject,
+    layers: Sequence[Layer],
+    made: Mapping[str, nn.Module],
+    kept: set[str],
+    which: Sequence[int],
+    cache: CacheScales | None,
 ) -> Array:
-    with quantized(subject.backbone, [layer for layer in layers if layer.name not in kept], made):
+    chosen = [layer for layer in layers if layer.name not in kept]
+    with quantized(subject.backbone, chosen, made), nullcontext() if cache is None else cache.rounded(subject):
         return subject.answers(which)
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rose.attention_backends import load_backend
-from rose.batch import Batch
+from rose.batch import AttentionPlan, Batch
 from rose.config import ModelFolder
 from rose.convert.load import load_generative, load_model
 from rose.errors import CheckpointError
@@ -45,6 +45,7 @@ class Subject:
         kind: "vectors" [texts, D], "scores" [pairs, labels], or "tokens": [tokens, 2] what a token cost in nats, and
             the likeliest id in its place.
         ids, types: of the texts (or pairs), and their token types where the model has more than one.
+        wrap_attention: what stands around each batch's attention; None: nothing.
     """
 
     folder: ModelFolder
@@ -54,6 +55,7 @@ class Subject:
     ids: Sequence[Sequence[int]]
     types: Sequence[Sequence[int]] | None = None
     dtype: torch.dtype = torch.float32
+    wrap_attention: Callable[[AttentionPlan], AttentionPlan] | None = None
 
     @property
     def backbone(self) -> nn.Module:
@@ -80,7 +82,8 @@ class Subject:
             batch.type_ids = torch.tensor(flat, dtype=torch.int32, device=self.device)
         model = cast("ServedModel | CausalLM", self.model)
         spec = replace(model.attention_spec(self.device, self.dtype), layout="ragged")
-        batch.attention = load_backend("torch_sdpa", spec).plan(batch)
+        plan = load_backend("torch_sdpa", spec).plan(batch)
+        batch.attention = plan if self.wrap_attention is None else self.wrap_attention(plan)
         return batch
 
     def _answer(self, batch: Batch) -> Array:

@@ -58,8 +58,13 @@ SCHEMES: dict[str, Target] = {
 }
 
 
-def quantization_config(target: Target, ignore: Sequence[str]) -> dict[str, Any]:
-    """The object of config.json. `ignore`: linear layers that stay as they are, by the names of their tensors."""
+def quantization_config(target: Target, ignore: Sequence[str], *, kv_cache: bool = False) -> dict[str, Any]:
+    """The object of config.json.
+
+    Args:
+        ignore: linear layers that stay as they are, by the names of their tensors.
+        kv_cache: scales of e4m3 keys and values are stored.
+    """
     kind = "float" if target.scheme.codes == "F8_E4M3" else "int"
     weights = _inputs(kind, target.scheme.weight, dynamic=False)
     if target.scheme.weight == "block":
@@ -77,7 +82,7 @@ def quantization_config(target: Target, ignore: Sequence[str]) -> dict[str, Any]
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": list(ignore),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": _inputs("float", "tensor", dynamic=False) if kv_cache else None,
     }
 
 

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,14 @@ _FLOATS = ("F32", "F16", "BF16", "F64")
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Tensors that become codes: name in the checkpoint -> the scale of its layer's inputs, or None."""
+    """
+    Attributes:
+        coded: tensors that become codes: name in the checkpoint -> the scale of its layer's inputs, or None.
+        cache: scales of keys and values, by the names they get.
+    """
 
     coded: Mapping[str, Tensor | None]
+    cache: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def write_folder(
@@ -67,7 +72,8 @@ def write_folder(
         slots = list(_slots(weights, to, sources))
         config = JsonFile.read(folder.backbone_path / "config.json").data
         ignore = ignored(weights, sources)
-        _write_json(backbone / "config.json", config | {"quantization_config": quantization_config(to, ignore)})
+        own = quantization_config(to, ignore, kv_cache=bool(sources.cache))
+        _write_json(backbone / "config.json", config | {"quantization_config": own})
         reader = _Reader(weights, to, sources)
         shards = split_shards(slots, shard_bytes)
         write_shards(backbone, shards, lambda slot: byte_blocks([reader.read(slot.name)], slot, slot.name), advance)
@@ -99,7 +105,7 @@ def _slots(weights: FolderWeights, to: Target, sources: Sources) -> list[Slot]:
         slots += [Slot(name, to.scheme.codes, entry.shape), Slot(f"{module}.weight_scale", "F32", shape)]
         if sources.coded[name] is not None:
             slots.append(Slot(f"{module}.input_scale", "F32", (1,)))
-    return slots
+    return slots + [Slot(name, "F32", (1,)) for name in sources.cache]
 
 
 class _Reader:
@@ -120,6 +126,8 @@ class _Reader:
             return codes
         if name in self._scales:
             return self._scales.pop(name)
+        if name in self.sources.cache:
+            return self.sources.cache[name]
         return self.weights.read(name)
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from rose.config.folder import ADAPTER_CONFIG
 from rose.config.json_file import JsonFile
 from rose.convert.checkpoint import Checkpoint
-from rose.convert.offline.source import ADAPTER_CONFIG
 from rose.errors import CheckpointError
 
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")

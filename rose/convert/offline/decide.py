@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rose.config.architecture import ArchitectureConfig, read_architecture
+from rose.config.architecture import ArchitectureConfig, check_mode_is_known, read_architecture
 from rose.config.reranker import RerankerConfig, read_reranker
 from rose.config.tokenizer_files import TokenizerFiles
 from rose.convert.offline.blocks import Slot
@@ -25,7 +25,6 @@ from rose.convert.offline.language_model import (
 from rose.convert.offline.names import Tensors, name_tensors
 from rose.convert.offline.reranker import reranker_choices, reranker_files
 from rose.convert.offline.source import Source
-from rose.convert.offline.tokens import end_token
 from rose.convert.offline.weights import LETTERS, FolderWeights
 from rose.errors import CheckpointError
 from rose.models.registry import check_dtype, find_entry
@@ -90,6 +89,7 @@ def decide(source: Source, wishes: Wishes, weights: FolderWeights) -> Plan:
     find_entry(architecture)
     if wishes.to == "llm":
         return _language_model(source, wishes, weights, architecture)
+    check_mode_is_known(source.config, architecture)
     reranker = _reranker(source, wishes, architecture) if wishes.to == "reranker" else None
     parts = embedder_parts(source, wishes, architecture) if reranker is None else None
     tensors = name_tensors(weights, architecture, reranker)
@@ -103,11 +103,12 @@ def decide(source: Source, wishes: Wishes, weights: FolderWeights) -> Plan:
         files |= reranker_files(source, reranker, config, limit, asked=wishes.template == "qwen3")
     else:
         files["sentence_bert_config.json"] = {"max_seq_length": limit, "do_lower_case": _lowers(source)}
+    tokenizer, pools_last = TokenizerFiles(source.tokenizer), parts is not None and "last" in parts.pooling.modes
     choices = (
         *_backbone(weights, architecture, tensors, "an embedder or a scoring head reads none of them"),
         _attention(architecture, wishes),
         *(parts.choices if parts is not None else reranker_choices(reranker, tensors)),
-        end_token(source.tokenizer, parts is not None and "last" in parts.pooling.modes),
+        Choice("end token", tokenizer.end_told(pools_last=pools_last), "tokenizer.json: post_processor"),
         limit_choice,
         Choice("lower case", "yes" if _lowers(source) else "no", source.transformer_config.path.name),
         dtype_choice,

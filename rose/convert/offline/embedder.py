@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rose.config.architecture import ArchitectureConfig
 from rose.config.sentence_transformers import (
     POOL_FLAGS,
     POOL_MODES,
+    DenseConfig,
     PoolingConfig,
     asked_pooling,
     missing_pooling,
 )
+from rose.convert.checkpoint import Checkpoint
+from rose.convert.load import DENSE, check_plan
 from rose.convert.offline.choices import Choice, flag
 from rose.convert.offline.source import Source
+from rose.convert.stream import plan_weights
 from rose.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -45,8 +50,8 @@ class EmbedderParts:
 def embedder_parts(source: Source, wishes: Wishes, architecture: ArchitectureConfig) -> EmbedderParts:
     """
     Raises:
-        CheckpointError: an encoder whose pooling neither file nor flag states, a template for an embedder, or a
-            default prompt that there is not.
+        CheckpointError: an encoder whose pooling neither file nor flag states, a template for an embedder, a default
+            prompt that there is not, or a Dense module without its weights.
     """
     if wishes.template is not None:
         raise CheckpointError("an embedder scores no pairs: leave --rerank-template out")
@@ -61,6 +66,8 @@ def embedder_parts(source: Source, wishes: Wishes, architecture: ArchitectureCon
         Choice("dense", f"{d.in_features} to {d.out_features}, {d.activation or 'linear'}", named)
         for d in modules.dense
     ]
+    for module in modules.dense:
+        _check_dense(source.root / module.folder, module)
     if not dense:
         dense = [Choice("dense", "none", named if modules.pooling else "default")]
     quantizer = [Choice("quantiser", modules.quantizer, named)] if modules.quantizer else []
@@ -81,13 +88,24 @@ def _pooling(source: Source, wishes: Wishes, architecture: ArchitectureConfig) -
         beside = "" if stated is None else f" (over {stated.source}: {' + '.join(stated.modes)})"
         return pooling, Choice("pooling", pooling.modes[0], flag("pooling") + beside)
     if stated is not None:
-        rest = "" if stated.include_prompt else ", without the prompt"
-        return stated, Choice("pooling", " + ".join(stated.modes) + rest, stated.source)
+        return stated, Choice("pooling", stated.told, stated.source)
     if architecture.rope_theta is None:  # an encoder is trained for one of mean and cls, and nothing tells which
         raise missing_pooling(source.root, could_rerank=False)
     mode = "last" if architecture.causal else "mean"
     why = "default of a causal model" if architecture.causal else "default of a bidirectional decoder"
     return PoolingConfig(modes=(mode,), source=why), Choice("pooling", mode, why)
+
+
+def _check_dense(folder: Path, config: DenseConfig) -> None:
+    """Raises CheckpointError unless the folder holds the module's weights, by their headers."""
+    shape = (config.out_features, config.in_features)
+    expected: dict[str, tuple[int, ...]] = {"linear.weight": shape}
+    if config.bias:
+        expected["linear.bias"] = shape[:1]
+    if config.residual and config.in_features != config.out_features:
+        expected["residual.weight"] = shape
+    with Checkpoint(folder) as checkpoint:
+        check_plan(plan_weights(checkpoint, DENSE, tied=False), expected, folder)
 
 
 def _normalize(source: Source, wishes: Wishes) -> tuple[bool, Choice]:
@@ -123,7 +141,10 @@ def _prompts(source: Source, wishes: Wishes) -> tuple[dict[str, str], list[Choic
     choices.append(
         Choice("similarity", similarity, written.path.name if "similarity_fn_name" in written else "default")
     )
-    config = {"model_type": "SentenceTransformer", "prompts": prompts, "default_prompt_name": default}
+    config: dict[str, Any] = {"model_type": "SentenceTransformer", "prompts": prompts, "default_prompt_name": default}
+    if "truncate_dim" in written:
+        config["truncate_dim"] = written.integer("truncate_dim")
+        choices.append(Choice("cut to", f"{config['truncate_dim']} dimensions", f"{written.path.name}: truncate_dim"))
     return prompts, choices, config | {"similarity_fn_name": similarity}
 
 

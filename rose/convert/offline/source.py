@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rose.config.folder import ADAPTER_CONFIG, TRANSFORMER_FILES
 from rose.config.json_file import JsonFile
 from rose.config.sentence_transformers import SentenceModules, read_modules
 from rose.errors import CheckpointError
-
-ADAPTER_CONFIG = "adapter_config.json"
-_TRANSFORMER_FILES = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +50,7 @@ class Source:
     @property
     def transformer_config(self) -> JsonFile:
         """Where max_seq_length and do_lower_case are; the first file found counts."""
-        places = [folder / name for folder in (self.root, self.backbone) for name in _TRANSFORMER_FILES]
+        places = [folder / name for folder in (self.root, self.backbone) for name in TRANSFORMER_FILES]
         return JsonFile.read_if_there(next((path for path in places if path.exists()), places[0]))
 
 

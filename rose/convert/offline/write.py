@@ -21,11 +21,12 @@ from torch import Tensor
 
 import rose
 from rose.config import ModelFolder, read_model_folder
+from rose.config.folder import ADAPTER_CONFIG
 from rose.convert.offline.blocks import Slot, byte_blocks
 from rose.convert.offline.decide import Plan
 from rose.convert.offline.digests import digesting
 from rose.convert.offline.shards import split_shards, sync, write_shards
-from rose.convert.offline.source import ADAPTER_CONFIG, Source
+from rose.convert.offline.source import Source
 from rose.convert.offline.weights import Weights
 from rose.errors import CheckpointError
 

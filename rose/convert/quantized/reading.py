@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -93,9 +93,10 @@ class QuantizedCheckpoint(Checkpoint):
             raise CheckpointError(f"{name} in {self._raw[name].file} holds values that are not finite")
         inputs = None
         if scheme.activations == "static":
-            inputs = self._finite(_beside(name, scheme.input_scale)).view(1)
+            stored = self._found(name, scheme.input_scales)
+            inputs = self._finite(stored).view(1)
             if not bool(inputs > 0):
-                raise CheckpointError(f"{_beside(name, scheme.input_scale)} is {inputs.item()}, and must be above zero")
+                raise CheckpointError(f"{stored} is {inputs.item()}, and must be above zero")
         return Coded(codes, self._scale(name), inputs)
 
     def _stored(self, name: str) -> Tensor:
@@ -115,23 +116,29 @@ class QuantizedCheckpoint(Checkpoint):
             )
         self.schemes[name] = scheme
         self.entries[name] = replace(entry, dtype="F32")
-        scales = [scheme.scale] + ([scheme.input_scale] if scheme.activations == "static" else [])
-        for own in scales:
-            if _beside(name, own) not in self._raw:
-                raise CheckpointError(f"{_beside(name, own)} is missing, without which {name} means nothing")
-            self.entries.pop(_beside(name, own), None)
+        for leaves in [scheme.scales] + ([scheme.input_scales] if scheme.activations == "static" else []):
+            self.entries.pop(self._found(name, leaves), None)
         self._check_shapes(name, entry.shape, scheme)
-        if scheme.activations != "static" and _beside(name, scheme.input_scale) in self._raw:
-            self.left_out.append(_beside(name, scheme.input_scale))
+        if scheme.activations != "static":
+            inputs = (_beside(name, own) for own in scheme.input_scales)
+            self.left_out += [own for own in inputs if own in self._raw]
         for own in _ZERO_POINTS:
             if _beside(name, own) in self._raw:
                 if bool(self._stored(_beside(name, own)).any()):
                     raise CheckpointError(f"{_beside(name, own)} is not zero: asymmetric codes are not served")
                 self.left_out.append(_beside(name, own))
 
+    def _found(self, name: str, leaves: Sequence[str]) -> str:
+        """The name under which a weight's scales are stored. Raises CheckpointError where there are none."""
+        for leaf in leaves:
+            if _beside(name, leaf) in self._raw:
+                return _beside(name, leaf)
+        raise CheckpointError(f"{_beside(name, leaves[0])} is missing, without which {name} means nothing")
+
     def _check_shapes(self, name: str, shape: tuple[int, ...], scheme: Scheme) -> None:
         rows, width = shape
-        stored = self._raw[_beside(name, scheme.scale)].shape
+        own = self._found(name, scheme.scales)
+        stored = self._raw[own].shape
         blocks = (-(-rows // BLOCK), -(-width // BLOCK))
         held, plain = math.prod(stored), tuple(size for size in stored if size > 1)
         if scheme.weight == "block":
@@ -142,13 +149,11 @@ class QuantizedCheckpoint(Checkpoint):
             right = held == rows or (scheme.weight == "tensor" and held == 1)
             wanted = f"({rows}, 1)" if scheme.weight == "channel" else "(1,)"
         if not right:
-            raise CheckpointError(
-                f"{_beside(name, scheme.scale)} has shape {stored}, and {name} {shape} takes {wanted}"
-            )
+            raise CheckpointError(f"{own} has shape {stored}, and {name} {shape} takes {wanted}")
 
     def _scale(self, name: str) -> Tensor:
         scheme = self.schemes[name]
-        scale = self._finite(_beside(name, scheme.scale))
+        scale = self._finite(self._found(name, scheme.scales))
         if scheme.weight != "block":
             return scale.flatten()
         rows, width = self._raw[name].shape
@@ -162,6 +167,9 @@ class QuantizedCheckpoint(Checkpoint):
 
 
 def _is_coded(entry: Entry) -> bool:
+    """E8M0 is a power of two: the type of scales, never of weights."""
+    if "E8M0" in entry.dtype.upper():
+        return False
     return entry.dtype in _CODES or entry.dtype.startswith(("F8", "torch.float8"))
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rose.config.architecture import quantization_of
 from rose.config.json_file import JsonFile
 from rose.errors import CheckpointError
 
@@ -30,16 +31,16 @@ class Scheme:
         weight: one scale for the "tensor", a "channel" (row), or a "block" of 128 x 128.
         activations: "static": one scale, stored; "token": one a row, found as it comes; "group": one for each 128
             inputs of a row; None: inputs stay as they are.
-        scale: leaf name of the weight's scales, which multiply.
-        input_scale: leaf name of the inputs' scale.
+        scales: leaf names of the weight's scales, which multiply; the first that is there counts.
+        input_scales: likewise, of the inputs' scale.
     """
 
     name: str
     codes: Literal["F8_E4M3", "I8"]
     weight: Literal["tensor", "channel", "block"]
     activations: Literal["static", "token", "group"] | None
-    scale: str = "weight_scale"
-    input_scale: str = "input_scale"
+    scales: tuple[str, ...] = ("weight_scale",)
+    input_scales: tuple[str, ...] = ("input_scale",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,9 @@ def read_quantization(folder: Path) -> Quantization | None:
         CheckpointError: a method, format or scheme that is not served, by its name.
     """
     config = JsonFile.read_if_there(folder / "config.json")
-    for place in (config, config.child("text_config")):
-        if "quantization_config" in place:
-            return _read(place.child("quantization_config"))
+    stated = quantization_of(config)
+    if stated is not None:
+        return _read(stated)
     exported = JsonFile.read_if_there(folder / "hf_quant_config.json")
     return _modelopt(exported.child("quantization")) if exported.data else None
 
@@ -167,7 +168,8 @@ def _group_inputs(
 
 
 def _fp8(own: JsonFile) -> Quantization:
-    """DeepSeek's and Qwen's, and what transformers writes."""
+    """DeepSeek's and Qwen's, and what transformers writes, which has names of its own: it calls a scale a tensor
+    `weight_scale_inv` too, where vLLM's writers have `weight_scale`, and the inputs' `activation_scale`."""
     form = own.text("fmt", "e4m3")
     if form != "e4m3":
         raise own.error(f"fmt {form!r} is not served, only e4m3")
@@ -182,7 +184,8 @@ def _fp8(own: JsonFile) -> Quantization:
         codes="F8_E4M3",
         weight="block" if block else "tensor",
         activations=acts,
-        scale="weight_scale_inv" if block else "weight_scale",
+        scales=("weight_scale_inv", "weight_scale"),
+        input_scales=("input_scale", "activation_scale"),
     )
     kept = (*own.texts("ignored_layers"), *own.texts("modules_to_not_convert"))
     return Quantization("fp8", lambda module: None if module in kept else one)
