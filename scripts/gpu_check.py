@@ -114,7 +114,7 @@ def load_steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[st
     elif part == "concurrency":
         window = ["--seconds", "1", "--warm", "1"] if quick else ["--seconds", "6", "--warm", "2"]
         for model in ("bge-m3", "pplx-embed-0.6b"):
-            yield f"concurrency/{model}", [*bench, "--model", model, *window, *rows]
+            yield f"concurrency/{model}", [*bench, "--model", model, *window, "--profile", *rows]
     else:
         short = ["--rounds", "2", "--seconds", "1"] if quick else ["--seconds", "3"]
         for model in ("qwen3-0.6b", "qwen3-8b", "qwen3.5-4b"):

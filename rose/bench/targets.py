@@ -83,6 +83,7 @@ def add_common_arguments(
 
 def add_window_arguments(parser: argparse.ArgumentParser, *, seconds: float, warm: float) -> None:
     """Of the loads with client processes."""
+    parser.add_argument("--profile", action="store_true", help="first: time of every kernel, in process, beside --out")
     parser.add_argument("--seconds", type=float, default=seconds, help="length of the window")
     parser.add_argument(
         "--warm",

@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", type=int, default=4, help="client processes")
     parser.add_argument("--backend", default="auto", help="attention backend")
     add_window_arguments(parser, seconds=10.0, warm=4.0)
-    parser.add_argument("--profile", action="store_true", help="first: time of every kernel, in process, beside --out")
 
 
 def main(arguments: argparse.Namespace, command: str) -> int:
@@ -62,24 +61,28 @@ def main(arguments: argparse.Namespace, command: str) -> int:
     for target in targets(arguments, command, ["bge-m3", "pplx-embed-0.6b"]):
         # First, so that a run which is cut short has it; the engine of this process is gone before a server starts.
         if arguments.profile:
-            failed += not _profile(target, arguments)
+            failed += not profiled(target, [_load(tokens, arguments.batch) for tokens in arguments.tokens], arguments)
         failed += _run_model(target, arguments)
     return int(failed > 0)
 
 
-def _profile(target: Target, arguments: argparse.Namespace) -> bool:
-    """Whether it worked; it must not cost the loads."""
+def profiled(target: Target, wanted: Sequence[Load], arguments: argparse.Namespace) -> bool:
+    """Profile requests of these loads; whether it worked: it must not cost the loads themselves."""
     from rose.bench.breakdown import profile_model
 
     try:
         with stage("profile", arguments.verbose):
-            profile_model(target, arguments.tokens, arguments.batch, arguments.backend, arguments.out)
+            profile_model(target, wanted, arguments.backend, arguments.out)
             if target.device.type == "cuda":
                 torch.cuda.empty_cache()  # the server's now
     except Exception:  # noqa: BLE001
         print(f"{target.name}: profile failed:\n{traceback.format_exc()}", flush=True)
         return False
     return True
+
+
+def _load(tokens: int, batch: int) -> Load:
+    return Load(f"throughput-{tokens}", tokens, batch, DISTINCT)
 
 
 def _run_model(target: Target, arguments: argparse.Namespace) -> int:
@@ -95,7 +98,7 @@ def _run_model(target: Target, arguments: argparse.Namespace) -> int:
     failed = 0
     for place in places(target, arguments.via, arguments, queue, meanwhile=reference):
         for tokens in arguments.tokens:
-            load = Load(f"throughput-{tokens}", tokens, arguments.batch, DISTINCT)
+            load = _load(tokens, arguments.batch)
             try:
                 row = run(place, load, target, read, reference(), arguments)
             except loads.DisagreementError:

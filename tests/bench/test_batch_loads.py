@@ -127,12 +127,15 @@ def test_a_profile_that_fails_costs_no_row(scratch, monkeypatch, capsys):
 def test_concurrency_from_text_to_row(scratch, capfd, told_counters):
     out = scratch / "texts.jsonl"
     size = ["--tokens", "64", "--in-flight", "1", "2", "--seconds", "0.5", "--warm", "0.2"]
-    where = ["--folders", str(scratch / "made"), "--out", str(out), "--verbose"]
+    where = ["--folders", str(scratch / "made"), "--out", str(out), "--verbose", "--profile"]
     assert run("concurrency", "--model", "tiny-pplx-embed", *size, *where) == 0
     assert told_counters
     assert all({*FIRSTS, *RUNS, "device_us"} <= names for names in told_counters), "or first runs would be none unseen"
     rows = records.read_rows(out)
     assert [(row.load, row.in_flight, row.batch) for row in rows] == [("concurrency-1", 1, 1), ("concurrency-2", 2, 1)]
+    profile = json.loads((scratch / "kernels_tiny-pplx-embed_2x64.json").read_text())
+    assert (profile["load"], profile["batch"], profile["tokens"]) == ("concurrency-2", 2, 64)
+    assert profile["share_by_kind"]["product"] > 0.05
     for row in rows:
         assert row.via == "http"
         assert row.n > 10
