@@ -52,6 +52,8 @@ def steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[str]]]:
         )
         yield "kernels/ops", [python, "benchmarks/kernels/bench_kernels.py", "--out", str(out)]
         yield "attention", [python, "benchmarks/attention/backends.py", "--out", str(out)]
+        for name in ("decode", "large_gemm", "bench_fused", "bench_gated_delta"):
+            yield f"kernels/{name}", [python, f"benchmarks/kernels/{name}.py", "--out", str(out)]
     elif part == "models":
         yield "tests/models", [python, "-m", "pytest", "-m", "gpu and not slow", "-q", "tests/models"]
         sizes = ["--tokens", "128", "512", "--via", "engine", "--n", "500", "--out", str(out / "loads.jsonl")]
