@@ -142,7 +142,7 @@ def _modules(arguments: argparse.Namespace) -> list[str]:
     where a way leads through processes of their own."""
     compared = not getattr(arguments, "no_check", False)
     made = any("=" not in spec for spec in arguments.model or [""])
-    started = not arguments.url and set(getattr(arguments, "via", ["http"])) != {"engine"}
+    started = not arguments.url and set(getattr(arguments, "via", None) or ["http"]) != {"engine"}
     return [*(["transformers"] if compared or made else []), *(GATEWAY if started else ())]
 
 

@@ -13,6 +13,7 @@ import torch
 from rose.bench import gpu_loads, loads, plots, plots_batch, records
 from rose.bench.drivers import EngineDriver
 from rose.bench.llm_shapes import LLM_SHAPES
+from rose.bench.processes import served
 from rose.bench.reference import Reference, cosines
 from rose.bench.shapes import SHAPES, build_checkpoint
 from rose.config import EngineConfig, read_model_folder
@@ -182,6 +183,30 @@ def run_all(tmp_path: Path) -> int:
     model = ["--model", "tiny-bert", "--via", "engine", "--tokens", "128", "--n", "2", "--folders", str(tmp_path)]
     arguments = parser.parse_args([*model, "--out", str(tmp_path / "rows.jsonl")])
     return gpu_loads.main("latency", arguments, f"x --out {arguments.out}")
+
+
+def test_scoring_is_timed_over_the_ways_asked_for_and_of_other_servers(tmp_path, capsys):
+    """Ways beyond the usual two, and servers given by --url, were passed over without a word."""
+    parser = argparse.ArgumentParser()
+    gpu_loads.add_arguments(parser)
+    size = ["--model", "tiny-bge-m3", "--batch", "5", "--n", "2", "--folders", str(tmp_path)]
+
+    def vias(*options: str) -> list[str]:
+        out = tmp_path / f"{len(options)}.jsonl"
+        assert gpu_loads.main("scoring", parser.parse_args([*size, "--out", str(out), *options]), "x") == 0
+        rows = records.read_rows(out)
+        assert {(row.load, row.tokens, row.batch, row.n) for row in rows} == {("scoring", 512, 5, 2)}
+        assert min(row.cosine or 0 for row in rows) > 0.99999
+        return sorted(row.via for row in rows)
+
+    assert vias("--via", "grpc", "http") == ["grpc", "http"]
+    with served(tmp_path / "tiny-bge-m3", "tiny-bge-m3", ["--no-warm-up"], []) as where:
+        assert vias("--url", where.http) == ["http"]
+    arguments = parser.parse_args(size)
+    assert [gpu_loads._ways(load, arguments) for load in (loads.LATENCY[0], loads.SCORING[0])] == [
+        ("engine", "link", "grpc", "http"),
+        ("engine", "link"),
+    ]
 
 
 def test_a_disagreement_ends_the_run_and_another_failure_only_its_load(tmp_path, monkeypatch):
