@@ -14,13 +14,12 @@ from functools import cache
 
 import torch
 
-from rose.attention_backends.auto import AutoBackend
-from rose.attention_backends.choose import Load as AttentionLoad
 from rose.bench import loads
 from rose.bench.carriers import HttpDriver, Ids
 from rose.bench.failures import failed as told_failed
 from rose.bench.fleet import Window, run_fleet
 from rose.bench.floors import floor_ms
+from rose.bench.gpu_loads import backends_of
 from rose.bench.loads import Load
 from rose.bench.meter import Meter
 from rose.bench.places import Place, places
@@ -28,10 +27,12 @@ from rose.bench.records import Row, percentiles, write_rows
 from rose.bench.reference import Reference
 from rose.bench.stages import stage
 from rose.bench.targets import Target, add_common_arguments, add_window_arguments, targets
-from rose.config import EngineConfig, ModelFolder, read_model_folder
+from rose.config import ModelFolder, read_model_folder
 from rose.models.base import attention_spec
 from rose.proto import rose_pb2 as pb
 from rose.proto.convert import tokens_to_proto
+from rose.server.profile import profile_of_folder
+from rose.server.run import fit_budgets
 
 WAYS = ("link", "grpc", "http")
 TOKENS = (512, 1024, 4096)
@@ -210,9 +211,8 @@ def _packed(via: str, model: str, sequences: Sequence[Ids]) -> bytes:
 
 
 def backend_name(target: Target, read: ModelFolder, load: Load, asked: str) -> str:
-    """The attention backend that serves this load's full batches."""
-    if asked != "auto":
-        return asked
-    sequences = max(1, min(load.batch, EngineConfig().bulk_tokens // load.tokens))
-    auto = AutoBackend(attention_spec(read, target.device, target.dtype))
-    return auto.explain(AttentionLoad(sequences * load.tokens, sequences, load.tokens)).backend
+    """The attention backend that serves this load's full batches, by the profile that the server finds too."""
+    found = profile_of_folder(read, target.device, target.dtype, "auto")
+    budget = fit_budgets({}, read, target.device, found.numbers).bulk_tokens
+    full = Load(load.name, load.tokens, max(1, min(load.batch, budget // load.tokens)), 0)
+    return backends_of(attention_spec(read, target.device, target.dtype), [full], asked)[full.tokens, full.batch]
