@@ -52,6 +52,8 @@ def steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[str]]]:
         )
         yield "kernels/ops", [python, "benchmarks/kernels/bench_kernels.py", "--out", str(out)]
         yield "attention", [python, "benchmarks/attention/backends.py", "--out", str(out)]
+        for name in ("decode", "large_gemm", "bench_fused", "bench_gated_delta"):
+            yield f"kernels/{name}", [python, f"benchmarks/kernels/{name}.py", "--out", str(out)]
     elif part == "models":
         yield "tests/models", [python, "-m", "pytest", "-m", "gpu and not slow", "-q", "tests/models"]
         sizes = ["--tokens", "128", "512", "--via", "engine", "--n", "500", "--out", str(out / "loads.jsonl")]
@@ -115,7 +117,7 @@ def load_steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[st
         window = ["--seconds", "1", "--warm", "1"] if quick else ["--seconds", "6", "--warm", "2"]
         for model in ("bge-m3", "pplx-embed-0.6b"):
             # One event loop answers fewer texts a second than the device takes, several do not.
-            yield f"concurrency/{model}", [*bench, "--model", model, "--fronts", "4", *window, *rows]
+            yield f"concurrency/{model}", [*bench, "--model", model, "--fronts", "4", *window, "--profile", *rows]
             yield f"concurrency/{model}/one front", [*bench, "--model", model, "--in-flight", "1", "16", *window, *rows]
     else:
         short = ["--rounds", "2", "--seconds", "1"] if quick else ["--seconds", "3"]

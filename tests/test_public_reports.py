@@ -66,6 +66,18 @@ REPORTS = {
     "C110": "lexical weights from a head that was not loaded",
     "C145": "one tokenizer shared by threads with different limits",
     "C153": "answers beyond gRPC's default message size",
+    "C03": "two clusters of answers, by company",
+    "C08": "batched half-precision vectors drift",
+    "C15": "NaN of padding rows in real rows",
+    "C16": "a padded tail that nobody wrote",
+    "C17": "graphs of several sizes in one pool read stale values",
+    "C120": "ragged attention at 16,384 tokens",
+    "C123": "the second short sequence all zeros",
+    "C124": "plans that change between capture and replay",
+    "C126": "a page-locked buffer overwritten before its copy",
+    "C128": "empty sequences hang a kernel",
+    "C129": "a backend wrong on one architecture",
+    "C132": "out of memory at capture",
 }
 _TAG = re.compile(r"\bC\d+\b")
 

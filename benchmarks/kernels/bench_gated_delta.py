@@ -3,9 +3,10 @@
     PYTHONPATH=. python benchmarks/kernels/bench_gated_delta.py --out DIR
 
 One layer's kernels for whole sequences and for decoding steps, with 16 value heads (0.8B, 2B) and 32 (4B, 9B). Floors
-are bytes over 4.21 TB/s or operations over 784 TFLOP/s, and leave the launch out. The rival is flash-linear-attention
-where it is installed, with its chunk table made outside of the timing; it takes decays as logarithms and unit keys
-from its own kernel, as here.
+are bytes over 4.21 TB/s or operations over 784 TFLOP/s, and leave the launch out. The rule's rival is
+flash-linear-attention where it is installed, with its chunk table made outside of the timing; it takes decays as
+logarithms and unit keys from its own kernel, as here. The others' is torch; its convolution runs over all rows as over
+one sequence.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from timing import Report, floor_us, graph_us, out_argument
 from torch import Tensor
 
@@ -20,10 +22,11 @@ from rose.kernels.carried import Carried
 from rose.kernels.causal_conv import causal_conv, causal_conv_step
 from rose.kernels.delta_heads import DeltaHeads, Gates, gates_ref
 from rose.kernels.gated_delta_rule import gated_delta_rule
-from rose.kernels.gated_delta_step import gated_delta_step
-from rose.kernels.gated_norm import gated_norm
+from rose.kernels.gated_delta_step import gated_delta_step, gated_delta_step_ref
+from rose.kernels.gated_norm import gated_norm, gated_norm_ref
 
 CALLS = 12
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def per_call(run: Callable[[], object]) -> float:
@@ -52,17 +55,17 @@ def case(
 
 def bounds(tokens: int, sequences: int) -> Tensor:
     step = tokens // sequences
-    return torch.arange(0, tokens + 1, step, dtype=torch.int32, device="cuda")
+    return torch.arange(0, tokens + 1, step, dtype=torch.int32, device=DEVICE)
 
 
 def layer(tokens: int, value_heads: int) -> tuple[DeltaHeads, Tensor, Tensor, Gates, Tensor]:
     """(heads, the packed product's convolution inputs, its z, gates, taps)."""
     heads = DeltaHeads(16, value_heads, 128, 128)
     C, V = heads.channels, value_heads * 128
-    packed = torch.randn(tokens, C + V + 2 * value_heads, device="cuda").bfloat16()
-    a_log, dt_bias = torch.rand(value_heads, device="cuda"), torch.randn(value_heads, device="cuda") - 3
+    packed = torch.randn(tokens, C + V + 2 * value_heads, device=DEVICE).bfloat16()
+    a_log, dt_bias = torch.rand(value_heads, device=DEVICE), torch.randn(value_heads, device=DEVICE) - 3
     gates = Gates(packed[:, C + V :], a_log, dt_bias)
-    return heads, packed[:, :C], packed[:, C : C + V], gates, torch.randn(C, 1, 4, device="cuda").bfloat16()
+    return heads, packed[:, :C], packed[:, C : C + V], gates, torch.randn(C, 1, 4, device=DEVICE).bfloat16()
 
 
 def fla_rival(qkv: Tensor, gates: Gates, cu: Tensor, heads: DeltaHeads) -> Callable[[], object] | None:
@@ -91,28 +94,40 @@ def fla_rival(qkv: Tensor, gates: Gates, cu: Tensor, heads: DeltaHeads) -> Calla
 
 def whole(report: Report, tokens: int, sequences: int, value_heads: int) -> None:
     heads, x, z, gates, taps = layer(tokens, value_heads)
-    cu, weight = bounds(tokens, sequences), torch.ones(128, device="cuda")
+    cu, weight = bounds(tokens, sequences), torch.ones(128, device=DEVICE)
     shape = f"{sequences}x{tokens // sequences}x{value_heads}"
     qkv, wide = causal_conv(x, taps, cu), tokens * value_heads * 128 * 2
-    case(report, "causal_conv", shape, lambda: causal_conv(x, taps, cu), None, 2 * qkv.nbytes)
+    torch_conv = lambda: F.silu(F.conv1d(F.pad(x.t(), (3, 0)), taps, groups=len(taps))).t()  # noqa: E731
+    case(report, "causal_conv", shape, lambda: causal_conv(x, taps, cu), torch_conv, 2 * qkv.nbytes)
     # Products of a chunk and head: keys by keys and queries, the inverse by both sides, and five with the state.
     flops = 2 * tokens * value_heads * (64 * 128 * 5 + 128 * 128 * 3)
     rule = lambda: gated_delta_rule(qkv, gates, cu, heads)  # noqa: E731
     case(report, "gated_delta_rule", shape, rule, fla_rival(qkv, gates, cu, heads), qkv.nbytes + wide, flops)
     o = rule()
-    case(report, "gated_norm", shape, lambda: gated_norm(o, z, weight, 1e-6), None, 3 * wide)
+    by_torch = lambda: gated_norm_ref(o, z, weight, 1e-6)  # noqa: E731
+    case(report, "gated_norm", shape, lambda: gated_norm(o, z, weight, 1e-6), by_torch, 3 * wide)
 
 
 def steps(report: Report, sequences: int, value_heads: int) -> None:
     heads, x, _, gates, taps = layer(sequences, value_heads)
-    rows = torch.arange(1, sequences + 1, dtype=torch.int32, device="cuda")
+    rows = torch.arange(1, sequences + 1, dtype=torch.int32, device=DEVICE)
     lengths = torch.full_like(rows, 100)
-    inputs = Carried(torch.zeros(sequences + 1, heads.channels, 3, device="cuda").bfloat16(), rows, lengths)
-    states = Carried(torch.zeros(sequences + 1, value_heads, 128, 128, device="cuda"), rows, lengths)
+    inputs = Carried(torch.zeros(sequences + 1, heads.channels, 3, device=DEVICE).bfloat16(), rows, lengths)
+    states = Carried(torch.zeros(sequences + 1, value_heads, 128, 128, device=DEVICE), rows, lengths)
     qkv, shape = causal_conv_step(x, taps, inputs), f"{sequences}x{value_heads}"
-    case(report, "causal_conv_step", shape, lambda: causal_conv_step(x, taps, inputs), None, 8 * qkv.nbytes)
+    again = Carried(inputs.pool.clone(), rows, lengths)
+
+    def torch_step() -> Tensor:
+        wide = rows.long()
+        window = torch.cat([again.pool[wide], x.unsqueeze(2)], 2)
+        again.pool[wide] = window[..., 1:]
+        return F.silu((window * taps[:, 0]).sum(-1))
+
+    case(report, "causal_conv_step", shape, lambda: causal_conv_step(x, taps, inputs), torch_step, 8 * qkv.nbytes)
     moved = 2 * sequences * value_heads * 128 * 128 * 4
-    case(report, "gated_delta_step", shape, lambda: gated_delta_step(qkv, gates, heads, states), None, moved)
+    other = Carried(states.pool.clone(), rows, lengths)
+    by_torch = lambda: gated_delta_step_ref(qkv, gates, heads, other)  # noqa: E731
+    case(report, "gated_delta_step", shape, lambda: gated_delta_step(qkv, gates, heads, states), by_torch, moved)
 
 
 def main() -> None:

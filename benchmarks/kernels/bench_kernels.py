@@ -1,4 +1,4 @@
-"""Every kernel of rose/kernels against its floor and a rival, inside CUDA graphs; one row a case, JSON under --out.
+"""Kernels of encoders against their floor and a rival, inside CUDA graphs; one row a case, JSON under --out.
 
     PYTHONPATH=. python benchmarks/kernels/bench_kernels.py --out DIR [--only norms attention] [--sweep]
 

@@ -121,6 +121,11 @@ class WorkspaceReport:
     fence_waits: int = 0
 
 
+def workspace_of(backend: AttentionBackend) -> WorkspaceReport:
+    """What `backend` holds for its plans now; nothing, where it keeps none."""
+    return backend.workspace() if isinstance(backend, KeepsPlans) else WorkspaceReport()
+
+
 def can_capture(plan: AttentionPlan) -> bool:
     """Whether a graph may capture this plan's runs and replay them after each later plan of the same key.
 

@@ -106,18 +106,15 @@ def shortened(name: str) -> str:
     return bare.strip()[:96] or name[:96]
 
 
-def profile_model(
-    target: Target, lengths: Sequence[int], batch: int, backend: str, out: Path | None
-) -> list[dict[str, Any]]:
-    """Profile requests of `batch` sequences of each length in turn, on one engine; every table is printed and written
-    beside `out` as it comes. Returns what is written."""
+def profile_model(target: Target, wanted: Sequence[Load], backend: str, out: Path | None) -> list[dict[str, Any]]:
+    """Profile two requests of each load in turn, on one engine; every table is printed and written beside `out` as it
+    comes. Returns what is written."""
     read = read_model_folder(target.folder)
     model = load_model(read, target.device, target.dtype)
     limits = EngineConfig(max_tokens=read.max_tokens, bulk_tokens=max(16384, read.max_tokens), graph_bytes=GRAPH_BYTES)
     found = []
     with closing(EngineDriver(build_engine(model, limits, target.device, target.dtype, backend=backend))) as driver:
-        for tokens in lengths:
-            load = Load(f"throughput-{tokens}", tokens, batch, _ROUNDS)
+        for load in wanted:
             events, seconds = _profiled(driver, load, read.architecture.vocab_size, target.device)
             found.append(_tell(target, load, events, seconds, out))
     return found

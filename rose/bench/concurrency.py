@@ -24,7 +24,7 @@ from rose.bench.reference import Reference, Vectors, cosines
 from rose.bench.stages import stage
 from rose.bench.targets import Target, add_common_arguments, add_window_arguments, targets
 from rose.bench.texts import english_words
-from rose.bench.throughput import backend_name, print_row, timed_window, window_row
+from rose.bench.throughput import backend_name, print_row, profiled, timed_window, window_row
 from rose.config import ModelFolder, read_model_folder
 from rose.gateway.tokenizer import TextTokenizer
 
@@ -50,8 +50,15 @@ def main(arguments: argparse.Namespace, command: str) -> int:
     """
     failed = 0
     for target in targets(arguments, command, ["bge-m3", "pplx-embed-0.6b"]):
+        # What the device does when all clients' texts fall into one batch.
+        if arguments.profile:
+            failed += not profiled(target, [_load(max(arguments.in_flight), arguments, together=True)], arguments)
         failed += _run_model(target, arguments)
     return int(failed > 0)
+
+
+def _load(in_flight: int, arguments: argparse.Namespace, *, together: bool = False) -> Load:
+    return Load(f"concurrency-{in_flight}", arguments.tokens, in_flight if together else 1, DISTINCT)
 
 
 def _run_model(target: Target, arguments: argparse.Namespace) -> int:
@@ -69,7 +76,7 @@ def _run_model(target: Target, arguments: argparse.Namespace) -> int:
         with stage("check", arguments.verbose):
             cosine = _check(place, target, texts[0], expected)
         for in_flight in arguments.in_flight:
-            load = Load(f"concurrency-{in_flight}", arguments.tokens, 1, DISTINCT)
+            load = _load(in_flight, arguments)
             try:
                 row = run(place, load, target, read, texts, in_flight, cosine, arguments)
             except Exception as error:  # noqa: BLE001  one load that cannot be served must not cost the others

@@ -36,14 +36,14 @@ from rose.engine.engine import Engine
 from rose.models.base import attention_spec
 
 WAYS = ("engine", "link", "grpc", "http")
-# Scoring goes to the engine as one request whatever carries it: its loads are timed in process and over the link.
-SCORING_WAYS = ("engine", "link")
+# Where no way is asked for. Scoring goes to the engine as one request whatever carries it: two ways tell it.
+USUAL = {"latency": WAYS, "scoring": ("engine", "link")}
 GRAPH_BYTES = 4 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common_arguments(parser)
-    parser.add_argument("--via", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--via", nargs="+", choices=WAYS, help="default: all; of scoring engine and link")
     parser.add_argument("--tokens", nargs="+", type=int, help="latency: only these sequence lengths")
     parser.add_argument("--batch", nargs="+", type=int, help="scoring: only these batch sizes")
     parser.add_argument("--n", type=int, help="requests a load, instead of the published numbers")
@@ -90,7 +90,7 @@ def _run_model(target: Target, wanted: Sequence[loads.Load], arguments: argparse
     failed = 0
     for driver, backends in _drivers(target, read, wanted, arguments, reference):
         for load in wanted:
-            if load.name == "scoring" and driver.via not in SCORING_WAYS:
+            if not arguments.url and driver.via not in _ways(load, arguments):
                 continue
             try:
                 row = loads.run(
@@ -114,6 +114,11 @@ def _run_model(target: Target, wanted: Sequence[loads.Load], arguments: argparse
     return failed
 
 
+def _ways(load: loads.Load, arguments: argparse.Namespace) -> Sequence[str]:
+    asked: Sequence[str] | None = arguments.via
+    return asked or USUAL[load.name]
+
+
 def _drivers(
     target: Target,
     read: ModelFolder,
@@ -132,7 +137,8 @@ def _drivers(
             yield rival, {(load.tokens, load.batch): "unknown" for load in wanted}
         return
     spec = attention_spec(read, device, dtype)
-    if "engine" in arguments.via:
+    via = [way for way in WAYS if any(way in _ways(load, arguments) for load in wanted)]
+    if "engine" in via:
         with stage("model in this process", arguments.verbose):
             model = load_model(read, device, dtype)
         limits = EngineConfig(
@@ -148,7 +154,7 @@ def _drivers(
         if device.type == "cuda":
             torch.cuda.empty_cache()
     auto = backends_of(spec, wanted, arguments.backend[0])
-    others = [way for way in arguments.via if way != "engine"]
+    others = [way for way in via if way != "engine"]
     if not others:
         return
     options = ["--backend", arguments.backend[0]] + ([] if arguments.warm_up else ["--no-warm-up"])

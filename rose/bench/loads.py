@@ -73,23 +73,23 @@ def check(
 
 
 def measure(driver: Driver, load: Load, vocab_size: int, seconds_at_most: float) -> tuple[list[float], float, float]:
-    """(seconds of each request, seconds in all, share of batches replayed from a graph).
+    """(seconds of each request, seconds in all, share of batches replayed from a graph); no ids are sent twice.
 
     Args:
         seconds_at_most: ends the load early; the row then says how many requests it had.
     """
-    prepared = [driver.prepare(s) for s in requests(load, vocab_size, min(load.n, 2_000))]
-    for one in prepared[:WARM_UP]:
-        driver.send(one)
+    prepared = [driver.prepare(s) for s in requests(load, vocab_size, load.n)]
+    for one in requests(load, vocab_size, min(WARM_UP, load.n), seed=SEED + 2):
+        driver.send(driver.prepare(one))
     taken: list[float] = []
     hits_before, others_before = driver.counters()
     gc.collect()
     gc.disable()  # the client's collector is not what is measured
     try:
         begin = time.perf_counter()
-        for i in range(load.n):
+        for one in prepared:
             start = time.perf_counter()
-            driver.send(prepared[i % len(prepared)])
+            driver.send(one)
             end = time.perf_counter()
             taken.append(end - start)
             if end - begin > seconds_at_most:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.bench.floors import floor_ms
-from rose.bench.plots_batch import COLORS, WAYS, draw_batches
+from rose.bench.plots_batch import COLORS, WAYS, draw_batches, in_full
 from rose.bench.records import Row, read_rows
 from rose.bench.shapes import SHAPES
 
@@ -29,18 +29,16 @@ PUBLISHED: Mapping[str, Sequence[tuple[str, Mapping[int, float]]]] = {
 
 
 def chosen(rows: Sequence[Row], model: str, load: str) -> list[Row]:
-    """The rows of one model and load, for each size and way the one with the most requests."""
-    best: dict[tuple[int, int, str], Row] = {}
-    for row in rows:
+    """The rows of one model and load: for each size and way that of the backend which serving would choose."""
+    served: dict[tuple[int, int, str], Row] = {}
+    for row in sorted(rows, key=lambda row: ("--backend" in row.command, -row.n)):
         if row.model == model and row.load == load:
-            key = (row.tokens, row.batch, row.via)
-            if key not in best or row.n > best[key].n:
-                best[key] = row
-    return sorted(best.values(), key=lambda row: (row.tokens, row.batch))
+            served.setdefault((row.tokens, row.batch, row.via), row)
+    return sorted(served.values(), key=lambda row: (row.tokens, row.batch))
 
 
 def draw(rows: Sequence[Row], out: Path) -> list[Path]:
-    """One picture a model of those in `rows`; returns the files."""
+    """One picture a model of those in `rows`, of 8 bits left out: the floors are not theirs; returns the files."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -48,11 +46,13 @@ def draw(rows: Sequence[Row], out: Path) -> list[Path]:
 
     out.mkdir(parents=True, exist_ok=True)
     written = []
+    rows = in_full(rows)
     for model in sorted({row.model for row in rows if row.model in SHAPES and row.load in ("latency", "scoring")}):
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
         _latency(left, chosen(rows, model, "latency"), model)
         _scoring(right, chosen(rows, model, "scoring"), model)
-        figure.suptitle(f"{model}: one request at a time, bf16, {rows[0].machine.split(',')[0]}")
+        own = next(row for row in rows if row.model == model)
+        figure.suptitle(f"{model}: one request at a time, {own.dtype}, {own.machine.split(',')[0]}")
         path = out / f"latency_{model}.svg"
         figure.savefig(path, metadata={"Date": None})
         plt.close(figure)

@@ -11,6 +11,7 @@ from typing import Any
 
 from rose.bench.floors import decode_floor_ms, floor_ms
 from rose.bench.llm_shapes import LLM_SHAPES
+from rose.bench.quantised_shapes import SCHEME_OF
 from rose.bench.records import Row
 from rose.bench.shapes import SHAPES
 
@@ -31,8 +32,13 @@ RIVAL_DECODE: Mapping[str, Mapping[int, float]] = {
 }
 
 
+def in_full(rows: Sequence[Row]) -> list[Row]:
+    """Those that are not of 8 bits, which lie on a floor of their own."""
+    return [row for row in rows if row.dtype not in SCHEME_OF]
+
+
 def draw_batches(rows: Sequence[Row], out: Path) -> list[Path]:
-    """One picture a model and kind of load; returns the files."""
+    """One picture a model and kind of load, of 8 bits left out; returns the files."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -40,6 +46,7 @@ def draw_batches(rows: Sequence[Row], out: Path) -> list[Path]:
 
     out.mkdir(parents=True, exist_ok=True)
     written = []
+    rows = in_full(rows)
     for kind, axes_of, shapes in (
         ("throughput", _throughput, SHAPES),
         ("concurrency", _concurrency, SHAPES),

@@ -83,6 +83,7 @@ def add_common_arguments(
 
 def add_window_arguments(parser: argparse.ArgumentParser, *, seconds: float, warm: float) -> None:
     """Of the loads with client processes."""
+    parser.add_argument("--profile", action="store_true", help="first: time of every kernel, in process, beside --out")
     parser.add_argument("--seconds", type=float, default=seconds, help="length of the window")
     parser.add_argument(
         "--warm",
@@ -141,7 +142,7 @@ def _modules(arguments: argparse.Namespace) -> list[str]:
     where a way leads through processes of their own."""
     compared = not getattr(arguments, "no_check", False)
     made = any("=" not in spec for spec in arguments.model or [""])
-    started = not arguments.url and set(getattr(arguments, "via", ["http"])) != {"engine"}
+    started = not arguments.url and set(getattr(arguments, "via", None) or ["http"]) != {"engine"}
     return [*(["transformers"] if compared or made else []), *(GATEWAY if started else ())]
 
 

@@ -14,13 +14,12 @@ from functools import cache
 
 import torch
 
-from rose.attention_backends.auto import AutoBackend
-from rose.attention_backends.choose import Load as AttentionLoad
 from rose.bench import loads
 from rose.bench.carriers import HttpDriver, Ids
 from rose.bench.failures import failed as told_failed
 from rose.bench.fleet import Window, run_fleet
 from rose.bench.floors import floor_ms
+from rose.bench.gpu_loads import backends_of
 from rose.bench.loads import Load
 from rose.bench.meter import Meter
 from rose.bench.places import Place, places
@@ -28,10 +27,12 @@ from rose.bench.records import Row, percentiles, write_rows
 from rose.bench.reference import Reference
 from rose.bench.stages import stage
 from rose.bench.targets import Target, add_common_arguments, add_window_arguments, targets
-from rose.config import EngineConfig, ModelFolder, read_model_folder
+from rose.config import ModelFolder, read_model_folder
 from rose.models.base import attention_spec
 from rose.proto import rose_pb2 as pb
 from rose.proto.convert import tokens_to_proto
+from rose.server.profile import profile_of_folder
+from rose.server.run import fit_budgets
 
 WAYS = ("link", "grpc", "http")
 TOKENS = (512, 1024, 4096)
@@ -49,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", type=int, default=4, help="client processes")
     parser.add_argument("--backend", default="auto", help="attention backend")
     add_window_arguments(parser, seconds=10.0, warm=4.0)
-    parser.add_argument("--profile", action="store_true", help="first: time of every kernel, in process, beside --out")
 
 
 def main(arguments: argparse.Namespace, command: str) -> int:
@@ -62,24 +62,28 @@ def main(arguments: argparse.Namespace, command: str) -> int:
     for target in targets(arguments, command, ["bge-m3", "pplx-embed-0.6b"]):
         # First, so that a run which is cut short has it; the engine of this process is gone before a server starts.
         if arguments.profile:
-            failed += not _profile(target, arguments)
+            failed += not profiled(target, [_load(tokens, arguments.batch) for tokens in arguments.tokens], arguments)
         failed += _run_model(target, arguments)
     return int(failed > 0)
 
 
-def _profile(target: Target, arguments: argparse.Namespace) -> bool:
-    """Whether it worked; it must not cost the loads."""
+def profiled(target: Target, wanted: Sequence[Load], arguments: argparse.Namespace) -> bool:
+    """Profile requests of these loads; whether it worked: it must not cost the loads themselves."""
     from rose.bench.breakdown import profile_model
 
     try:
         with stage("profile", arguments.verbose):
-            profile_model(target, arguments.tokens, arguments.batch, arguments.backend, arguments.out)
+            profile_model(target, wanted, arguments.backend, arguments.out)
             if target.device.type == "cuda":
                 torch.cuda.empty_cache()  # the server's now
     except Exception:  # noqa: BLE001
         print(f"{target.name}: profile failed:\n{traceback.format_exc()}", flush=True)
         return False
     return True
+
+
+def _load(tokens: int, batch: int) -> Load:
+    return Load(f"throughput-{tokens}", tokens, batch, DISTINCT)
 
 
 def _run_model(target: Target, arguments: argparse.Namespace) -> int:
@@ -95,7 +99,7 @@ def _run_model(target: Target, arguments: argparse.Namespace) -> int:
     failed = 0
     for place in places(target, arguments.via, arguments, queue, meanwhile=reference):
         for tokens in arguments.tokens:
-            load = Load(f"throughput-{tokens}", tokens, arguments.batch, DISTINCT)
+            load = _load(tokens, arguments.batch)
             try:
                 row = run(place, load, target, read, reference(), arguments)
             except loads.DisagreementError:
@@ -207,9 +211,8 @@ def _packed(via: str, model: str, sequences: Sequence[Ids]) -> bytes:
 
 
 def backend_name(target: Target, read: ModelFolder, load: Load, asked: str) -> str:
-    """The attention backend that serves this load's full batches."""
-    if asked != "auto":
-        return asked
-    sequences = max(1, min(load.batch, EngineConfig().bulk_tokens // load.tokens))
-    auto = AutoBackend(attention_spec(read, target.device, target.dtype))
-    return auto.explain(AttentionLoad(sequences * load.tokens, sequences, load.tokens)).backend
+    """The attention backend that serves this load's full batches, by the profile that the server finds too."""
+    found = profile_of_folder(read, target.device, target.dtype, "auto")
+    budget = fit_budgets({}, read, target.device, found.numbers).bulk_tokens
+    full = Load(load.name, load.tokens, max(1, min(load.batch, budget // load.tokens)), 0)
+    return backends_of(attention_spec(read, target.device, target.dtype), [full], asked)[full.tokens, full.batch]

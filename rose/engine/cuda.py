@@ -215,6 +215,18 @@ class CudaGraphCapture:
             self.outputs = {}
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device had no memory left, whoever says so.
+
+    Only torch's allocator raises OutOfMemoryError. Instantiating a graph takes memory of the driver's own, loading a
+    kernel too: they fail with plain RuntimeErrors ("CUDA error: out of memory", "Triton Error [CUDA]: out of memory"),
+    and cuBLAS with a status.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "ALLOC_FAILED" in str(error))
+
+
 class CudaCapturer:
     """Captures forwards on the current stream into one memory pool.
 
@@ -247,6 +259,10 @@ class CudaCapturer:
                     graph.capture_end()
                 raise
             graph.capture_end()
+        except RuntimeError as error:
+            if is_out_of_memory(error) and not isinstance(error, torch.OutOfMemoryError):
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
         finally:
             if collecting:
                 gc.enable()

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from rose.attention_backends.base import workspace_of
 from rose.config import EngineConfig, ModelFolder, ServerConfig, read_model_folder
 from rose.config.profile import ModelNumbers
 from rose.config.reranker import Task
@@ -175,6 +176,7 @@ def build_reactor(
         engine_counters=lambda: {
             **asdict(engine.metrics),
             **_prefixed("graph_", asdict(engine.graphs.metrics)),
+            **_prefixed("attention_", asdict(workspace_of(engine.backend))),
             "device_us": round(engine.device_seconds * 1e6),
         },
     )

@@ -11,15 +11,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from rose.attention_backends import auto
 from rose.bench import breakdown, carriers, commands, concurrency, records, throughput
 from rose.bench.floors import decode_floor_ms, floor_ms
 from rose.bench.llm_shapes import LLM_SHAPES
+from rose.bench.loads import Load
 from rose.bench.meter import RUNS
 from rose.bench.plots import main as plots_main
 from rose.bench.plots_batch import draw_batches
-from rose.bench.shapes import SHAPES
+from rose.bench.records import Facts
+from rose.bench.shapes import SHAPES, build_checkpoint
 from rose.bench.steady import FIRSTS
+from rose.bench.targets import Target
+from rose.config import read_model_folder
+from rose.config.profile import AttentionGrid, ModelNumbers, Point, Profile, write_profile
+from rose.engine.profiles import attention_shape, model_shape, this_machine
+from rose.models.base import attention_spec
 
 
 @pytest.mark.parametrize(
@@ -124,15 +133,52 @@ def test_a_profile_that_fails_costs_no_row(scratch, monkeypatch, capsys):
     assert run("throughput", *where) == 0
 
 
+def test_a_row_names_the_backend_that_the_servers_profile_chooses(scratch, monkeypatch, tmp_path):
+    """The server looks its profile up; a row told the backend of the table, and of batches of the default size."""
+
+    class Named:
+        def __init__(self, name, spec) -> None:
+            self.name = name
+
+    monkeypatch.setattr(auto, "try_backend", Named)
+    monkeypatch.setenv("ROSE_CACHE", str(tmp_path))
+    folder = build_checkpoint("tiny-bge-m3", scratch / "made" / "tiny-bge-m3")
+    read = read_model_folder(folder)
+    cpu = torch.device("cpu")
+    facts = Facts(run_id="r", commit="c", date="d", command="x", machine="m", model="tiny-bge-m3", dtype="float32")
+    target = Target("tiny-bge-m3", folder, cpu, torch.float32, facts, None, folder)
+    load = Load("throughput-512", 512, 100, 4)
+    assert throughput.backend_name(target, read, load, "auto") == "flash_attention4"
+    shape = attention_shape(attention_spec(read, cpu, torch.float32))
+    numbers = ModelNumbers(shape=model_shape(read.architecture, shape), name="tiny", bulk_tokens=32768)
+    points = tuple(
+        Point(tokens=n * 512, sequences=n, max_length=512, us={best: 1.0, "flash_attention4": 2.0})
+        for n, best in ((1, "flashinfer3"), (64, "flashinfer2"))
+    )
+    made = Profile(
+        machine=this_machine(cpu),
+        source="a test",
+        grids=(AttentionGrid(shape=shape, points=points),),
+        models=(numbers,),
+    )
+    write_profile(made, tmp_path / "profiles" / "cpu.json")
+    assert throughput.backend_name(target, read, load, "auto") == "flashinfer2", "64 sequences fill a batch"
+    assert throughput.backend_name(target, read, Load("concurrency-1", 512, 1, 4), "auto") == "flashinfer3"
+    assert throughput.backend_name(target, read, load, "torch_sdpa") == "torch_sdpa"
+
+
 def test_concurrency_from_text_to_row(scratch, capfd, told_counters):
     out = scratch / "texts.jsonl"
     size = ["--tokens", "64", "--in-flight", "1", "2", "--seconds", "0.5", "--warm", "0.2"]
-    where = ["--folders", str(scratch / "made"), "--out", str(out), "--verbose"]
+    where = ["--folders", str(scratch / "made"), "--out", str(out), "--verbose", "--profile"]
     assert run("concurrency", "--model", "tiny-pplx-embed", *size, *where) == 0
     assert told_counters
     assert all({*FIRSTS, *RUNS, "device_us"} <= names for names in told_counters), "or first runs would be none unseen"
     rows = records.read_rows(out)
     assert [(row.load, row.in_flight, row.batch) for row in rows] == [("concurrency-1", 1, 1), ("concurrency-2", 2, 1)]
+    profile = json.loads((scratch / "kernels_tiny-pplx-embed_2x64.json").read_text())
+    assert (profile["load"], profile["batch"], profile["tokens"]) == ("concurrency-2", 2, 64)
+    assert profile["share_by_kind"]["product"] > 0.05
     for row in rows:
         assert row.via == "http"
         assert row.n >= 1

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from rose.bench import gpu_loads, loads, plots, records
+from rose.bench import gpu_loads, loads, plots, plots_batch, records
 from rose.bench.drivers import EngineDriver
+from rose.bench.llm_shapes import LLM_SHAPES
+from rose.bench.processes import served
 from rose.bench.reference import Reference, cosines
 from rose.bench.shapes import SHAPES, build_checkpoint
 from rose.config import EngineConfig, read_model_folder
@@ -71,6 +73,22 @@ def test_a_new_run_replaces_its_own_loads_only_even_if_it_is_slower(tmp_path: Pa
     assert {(r.via, r.p50_ms) for r in records.read_rows(path)} == {("engine", 9.0), ("link", 2.0)}
 
 
+H200_ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "loads.jsonl"
+
+
+def test_the_committed_rows_are_one_a_load_and_as_they_are_written(tmp_path: Path) -> None:
+    """Rows of two machines put together by hand could hold an old run of a load beside the new one."""
+    rows = records.read_rows(H200_ROWS)
+    assert len({row.key for row in rows}) == len(rows)
+    records.write_rows(tmp_path / "again.jsonl", rows)
+    assert (tmp_path / "again.jsonl").read_text() == H200_ROWS.read_text()
+    for row in rows:
+        assert row.model in {**SHAPES, **LLM_SHAPES}
+        assert all((row.run_id, row.commit, row.date, row.command, row.machine, row.backend))
+        assert 0 < row.p50_ms <= row.p90_ms <= row.p99_ms <= row.max_ms
+        assert row.load == "decode" or row.cosine > 0.999
+
+
 @pytest.fixture(scope="module", params=["tiny-bge-m3", "tiny-pplx-embed", "tiny-qwen3-embedding", "tiny-bert"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_checkpoint(request.param, tmp_path_factory.mktemp("shapes") / request.param)
@@ -92,6 +110,30 @@ def test_a_load_is_checked_timed_and_recorded(folder: Path, driver: EngineDriver
     assert found.cosine > 0.99999
     assert found.n == 3
     assert 0 < found.p50_ms <= found.p99_ms <= found.max_ms
+
+
+def test_no_ids_are_sent_twice() -> None:
+    """Neither in the warm-up nor while the clock runs: nothing could answer out of what it remembers."""
+
+    class Remembering:
+        via = "engine"
+
+        def __init__(self) -> None:
+            self.sent: list[bytes] = []
+
+        def prepare(self, sequences):
+            return b"".join(ids.tobytes() for ids in sequences)
+
+        def send(self, prepared):
+            self.sent.append(prepared)
+
+        def counters(self):
+            return 0, len(self.sent)
+
+    driver = Remembering()
+    taken, _, _ = loads.measure(driver, loads.Load("latency", 128, 1, 3_000), 250_002, 60.0)
+    assert len(taken) == 3_000
+    assert len(driver.sent) == len(set(driver.sent)) == 3_000 + loads.WARM_UP
 
 
 def test_a_disagreement_stops_before_the_clock(folder: Path, driver: EngineDriver) -> None:
@@ -124,12 +166,47 @@ def test_pictures(tmp_path: Path) -> None:
     assert path.stat().st_size > 10_000  # lines, markers and legend were drawn
 
 
+def test_pictures_show_the_backend_that_serves_and_no_row_of_eight_bits() -> None:
+    rows = [
+        row(model="bge-m3", n=40, backend="flash_attention4"),
+        row(model="bge-m3", n=9_000, backend="flashinfer2", command="bench --backend flashinfer2"),
+        row(model="bge-m3", n=9_000, dtype="fp8"),
+    ]
+    (found,) = plots.chosen(plots_batch.in_full(rows), "bge-m3", "latency")
+    assert (found.backend, found.n, found.dtype) == ("flash_attention4", 40, "float32")
+    assert [r.n for r in plots_batch.in_full(rows)] == [40, 9_000]
+
+
 def run_all(tmp_path: Path) -> int:
     parser = argparse.ArgumentParser()
     gpu_loads.add_arguments(parser)
     model = ["--model", "tiny-bert", "--via", "engine", "--tokens", "128", "--n", "2", "--folders", str(tmp_path)]
     arguments = parser.parse_args([*model, "--out", str(tmp_path / "rows.jsonl")])
     return gpu_loads.main("latency", arguments, f"x --out {arguments.out}")
+
+
+def test_scoring_is_timed_over_the_ways_asked_for_and_of_other_servers(tmp_path, capsys):
+    """Ways beyond the usual two, and servers given by --url, were passed over without a word."""
+    parser = argparse.ArgumentParser()
+    gpu_loads.add_arguments(parser)
+    size = ["--model", "tiny-bge-m3", "--batch", "5", "--n", "2", "--folders", str(tmp_path)]
+
+    def vias(*options: str) -> list[str]:
+        out = tmp_path / f"{len(options)}.jsonl"
+        assert gpu_loads.main("scoring", parser.parse_args([*size, "--out", str(out), *options]), "x") == 0
+        rows = records.read_rows(out)
+        assert {(row.load, row.tokens, row.batch, row.n) for row in rows} == {("scoring", 512, 5, 2)}
+        assert min(row.cosine or 0 for row in rows) > 0.99999
+        return sorted(row.via for row in rows)
+
+    assert vias("--via", "grpc", "http") == ["grpc", "http"]
+    with served(tmp_path / "tiny-bge-m3", "tiny-bge-m3", ["--no-warm-up"], []) as where:
+        assert vias("--url", where.http) == ["http"]
+    arguments = parser.parse_args(size)
+    assert [gpu_loads._ways(load, arguments) for load in (loads.LATENCY[0], loads.SCORING[0])] == [
+        ("engine", "link", "grpc", "http"),
+        ("engine", "link"),
+    ]
 
 
 def test_a_disagreement_ends_the_run_and_another_failure_only_its_load(tmp_path, monkeypatch):

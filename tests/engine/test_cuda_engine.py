@@ -15,6 +15,7 @@ from rose.convert import load_model
 from rose.engine.build import build_engine
 from rose.engine.engine import Engine
 from rose.engine.request import Request
+from tests.engine.every_bucket import BUCKETS, ONE_BATCH, lengths_in
 
 pytestmark = pytest.mark.gpu
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
@@ -73,6 +74,19 @@ def test_plain_captured_and_replayed_runs_are_bitwise_equal(engine: Engine, leng
     np.testing.assert_array_equal(plain, captured)
     np.testing.assert_array_equal(plain, replayed)
     np.testing.assert_array_equal(plain, again)
+
+
+def test_every_bucket_replays_what_it_ran_plain(folder: Path) -> None:
+    engine = build(folder, **{**ONE_BATCH, "graph_bytes": 8 << 30})
+    try:
+        for tokens in BUCKETS:
+            items = sequences(lengths_in(tokens), seed=tokens)
+            plain, captured, replayed = (embed(engine, items) for _ in range(3))
+            np.testing.assert_array_equal(plain, captured, err_msg=str(tokens))
+            np.testing.assert_array_equal(plain, replayed, err_msg=str(tokens))
+        assert engine.graphs.metrics.hits >= len(BUCKETS)
+    finally:
+        engine.close()
 
 
 def test_small_large_small_leaves_nothing_behind(engine: Engine) -> None:

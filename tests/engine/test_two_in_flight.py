@@ -14,6 +14,7 @@ from rose.config import EngineConfig
 from rose.engine import Engine, Request, StepResult
 from rose.engine.execution import CpuExecutor
 from rose.engine.graphs import LazyGraphs
+from tests.engine.every_bucket import BUCKETS, MOST, ONE_BATCH, lengths_in
 from tests.engine.fake_model import FakeModel, NoAttention, expected_pooled
 
 STEPS = 10_000
@@ -124,6 +125,28 @@ def test_results_outlive_the_buffers_they_came_from():
     engine.close()
     for ids, pooled in held:
         np.testing.assert_array_equal(pooled[0], expected_pooled(ids))
+
+
+def test_every_bucket_replays_what_it_ran_plain():
+    """One bucket after the other, back, and again: each replay reads its own key's buffers only."""
+    executor = CpuExecutor(num_threads=1)
+    place = LazyGraphs(executor.device, capturer=CaptureInPlace(), max_bytes=1 << 30)
+    config = EngineConfig(max_sequences=64, max_tokens=512, **ONE_BATCH)
+    engine = Engine(FakeModel(), config, executor, NoAttention(), graphs=place, inflection_tokens=MOST)
+    rng = np.random.default_rng(5)
+    asked = []
+    for tokens in BUCKETS:
+        lengths = lengths_in(tokens)
+        assert engine.key_for(lengths, OUTPUTS).tokens == tokens
+        asked.append([rng.integers(0, 600, n).astype(np.int32) for n in lengths])
+    turns = [*range(len(asked)), *reversed(range(len(asked))), *range(len(asked))]
+    for number, turn in enumerate(turns):
+        engine.add(Request(number, asked[turn], outputs=OUTPUTS))
+        (result,) = engine.step()
+        got = result.outputs["pooled"].result()
+        np.testing.assert_array_equal(got, np.stack([expected_pooled(ids) for ids in asked[turn]]))
+    engine.close()
+    assert place.metrics.plain == place.metrics.captures == place.metrics.hits == len(BUCKETS)
 
 
 def test_warming_up_captures_and_the_first_request_replays():

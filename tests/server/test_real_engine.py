@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 import torch
 
+from rose.attention_backends.base import WorkspaceReport
 from rose.client import Client
 from rose.config import read_model_folder
 from rose.convert import load_model
@@ -108,6 +111,16 @@ def test_counters_of_the_engine_are_in_the_stats(bert):
         after = client.stats()
     assert after.engine_counters["batches"] == before.engine_counters["batches"] + 1
     assert after.tokens_total == before.tokens_total + 3
+
+
+def test_memory_of_attention_plans_is_in_the_stats(bert, monkeypatch):
+    with Client(bert.address) as client:
+        assert client.stats().engine_counters["attention_device_bytes"] == 0
+        held = WorkspaceReport(device_bytes=4 << 20, used_bytes=70_000, limit_bytes=512 << 20, keys=3, fence_waits=1)
+        monkeypatch.setattr(bert.engine.backend, "workspace", lambda: held)
+        counters = client.stats().engine_counters
+    told = {name.removeprefix("attention_"): n for name, n in counters.items() if name.startswith("attention_")}
+    assert told == asdict(held)
 
 
 def test_a_model_that_gives_nan_is_not_served(tmp_path):

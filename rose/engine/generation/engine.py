@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rose.attention_backends.base import KeepsPlans, WarmsUp, captures_prompts
+from rose.attention_backends.base import KeepsPlans, WarmsUp, captures_prompts, workspace_of
 from rose.engine.execution import DoneTicket, Executor, Ticket
 from rose.engine.generation.buckets import Draw, GenerationBuckets, GenerationKey
 from rose.engine.generation.forward import DRAWN, DeviceSide, GenerationForward, HostRows
@@ -221,6 +221,7 @@ class GenerationEngine:
             **asdict(scheduler.metrics),
             **{f"prefix_{name}": value for name, value in asdict(pages.metrics).items()},
             **{f"graph_{name}": value for name, value in asdict(self.graphs.metrics).items()},
+            **{f"attention_{name}": value for name, value in asdict(workspace_of(self._side.backend)).items()},
             "device_us": round(self._pipeline.device_seconds * 1e6),
             "running": scheduler.running,
             "waiting": scheduler.queued_requests,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rose.attention_backends.base import WorkspaceReport
 from rose.engine.generation.buckets import GREEDY, Draw
 from rose.engine.generation.request import Finish
 from tests.engine.generation.driving import build, generate, prompts, staggered
@@ -26,6 +27,17 @@ def test_the_reference_is_a_plain_argmax(reference, expected):
     ids, tokens = expected[3]
     whole = reference.logits([*ids.tolist(), *tokens])
     assert whole[len(ids) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+def test_memory_of_attention_plans_is_counted(device, folder, monkeypatch):
+    engine = build(folder, device)
+    backend = engine._side.backend
+    monkeypatch.setattr(backend, "release", lambda key: None, raising=False)
+    monkeypatch.setattr(backend, "workspace", lambda: WorkspaceReport(device_bytes=9, limit_bytes=20), raising=False)
+    counters = engine.counters()
+    assert (counters["attention_device_bytes"], counters["attention_limit_bytes"]) == (9, 20)
+    assert counters["attention_keys"] == 0
+    engine.close()
 
 
 @pytest.mark.parametrize("graph_bytes", [0, 1 << 30], ids=["plain", "graphs"])
