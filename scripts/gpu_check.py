@@ -62,6 +62,7 @@ def steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[str]]]:
     python = sys.executable
     rows = ["--out", str(out / "loads.jsonl")]
     if part == "tests":
+        yield "doctor", [python, "-m", "rose.cli", "doctor"]
         options = ["-q", "--maxfail=20", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
         for name in gpu_tests():
             yield name, [python, "-m", "pytest", "-m", "gpu and not slow", *options, name]
@@ -99,6 +100,13 @@ def steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[str]]]:
                     f"loads/{load}/{model}",
                     [python, "-m", "rose.bench.gpu_loads", load, "--model", model, *short, *rows],
                 )
+
+
+def commit_of(command: Sequence[str], commit: str | None) -> list[str]:
+    """What tells it to a command that has such an option."""
+    told = ("rose.bench.gpu_loads", "rose.bench.commands", "rose.cli")
+    tells = command[2] in told and command[3] != "doctor"
+    return ["--commit", commit] if commit and tells else []
 
 
 def chosen(models: Sequence[str]) -> list[str]:
@@ -260,6 +268,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], help="steps whose name contains one of these")
     parser.add_argument("--seconds", type=float, help="of the whole part (default: 300, of select 570)")
     parser.add_argument("--quick", action="store_true", help="loads: few requests, to see that everything runs")
+    parser.add_argument("--commit", help="for the rows, where the machine has no checkout to ask")
     parser.add_argument("--prepare", nargs="+", default=[], metavar="MODEL", help="tests: beside them, for later parts")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.prepare if name.partition(":")[0] not in PREPARED]:
@@ -267,6 +276,8 @@ def main() -> int:
     # A stopped run ends its step first.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
+    if arguments.commit:
+        os.environ["ROSE_COMMIT"] = arguments.commit  # for benchmarks/kernels
     arguments.out.mkdir(parents=True, exist_ok=True)
     seconds = arguments.seconds or (SELECT_SECONDS if arguments.part == "select" else PART_SECONDS)
     end = time.monotonic() + seconds
@@ -279,7 +290,7 @@ def main() -> int:
         (arguments.out / f"check_{arguments.part}.json").write_text(json.dumps(summary, indent=2) + "\n")
 
     wanted = [
-        (name, command)
+        (name, [*command, *commit_of(command, arguments.commit)])
         for name, command in steps(arguments.part, arguments.out.resolve(), arguments.quick)
         if not arguments.only or any(part in name for part in arguments.only)
     ]

@@ -16,6 +16,7 @@ from types import ModuleType
 
 import pytest
 
+from rose import cli
 from rose.bench import decode, gpu_loads
 from rose.bench.llm_shapes import LLM_SHAPES
 from rose.bench.shapes import SHAPES
@@ -146,6 +147,18 @@ def test_what_is_prepared_has_no_rows_and_is_what_later_parts_run(gpu_check):
             asked |= {word for flag, word in itertools.pairwise(command) if flag in ("--model", "--shape")}
     assert asked <= set(gpu_check.PREPARED)
     assert asked <= {*SHAPES, *LLM_SHAPES}
+
+
+@pytest.mark.parametrize("part", ["loads", "models", "throughput", "concurrency", "decode", "fp8", "select", "kernels"])
+def test_rows_tell_the_commit(gpu_check, part):
+    for _, command in gpu_check.steps(part, Path("out"), False):
+        assert gpu_check.commit_of(command, None) == []
+        more = gpu_check.commit_of(command, "abc")
+        assert more == ([] if command[1].startswith("benchmarks/") else ["--commit", "abc"])
+        if command[2:4] == ["rose.cli", "select-backend"]:
+            assert cli.build_parser().parse_args([*command[3:], *more]).commit == "abc"
+    (doctor,) = (command for name, command in gpu_check.steps("tests", Path("out"), False) if name == "doctor")
+    assert gpu_check.commit_of(doctor, "abc") == []
 
 
 def test_another_model_is_refused(gpu_check, tmp_path, monkeypatch, capsys):

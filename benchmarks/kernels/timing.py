@@ -124,7 +124,7 @@ def machine() -> dict[str, str]:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit.stdout.strip() or os.environ.get("ROSE_COMMIT") or "unknown",
         "date": time.strftime("%Y-%m-%d"),
     }
 
