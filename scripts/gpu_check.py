@@ -171,19 +171,24 @@ def select_command(model: str, out: Path, quick: bool) -> list[str]:
     ]
 
 
+running: set[subprocess.Popen[bytes]] = set()
+
+
 def started(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """In a process group of its own, that it can be ended with all it started: a server that outlives its bench would
     load the device under whatever comes next."""
-    own_group = {"process_group": 0}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **own_group
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
     )
+    running.add(process)
+    return process
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
     """Whatever is left of it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+    running.discard(process)
 
 
 def run(name: str, command: list[str], seconds: float, log: Path) -> dict[str, object]:
@@ -258,7 +263,13 @@ def run_side_by_side(
 
     lock = threading.Lock()
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        list(pool.map(one, commands))  # so that what one raises is raised here
+        try:
+            list(pool.map(one, commands))  # so that what one raises is raised here
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(running):
+                end_group(process)
+            raise
 
 
 def main() -> int:

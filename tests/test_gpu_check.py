@@ -76,28 +76,33 @@ def test_side_by_side_too(gpu_check, tmp_path):
     assert gone(int(re.search(r"^\d+$", printed, re.MULTILINE)[0]))
 
 
-def test_a_run_that_is_stopped_stops_its_step(tmp_path):
-    """As a machine that is given back does, or `timeout`."""
+@pytest.mark.parametrize("part", ["loads", "tests"])
+def test_a_run_that_is_stopped_stops_its_steps(tmp_path, part):
+    """As a machine that is given back does, or `timeout`: what runs is ended, what waits does not begin."""
+    told = tmp_path / "told"
     script = tmp_path / "run.py"
     script.write_text(
         "import importlib.util, pathlib, sys\n"
         f"spec = importlib.util.spec_from_file_location('gpu_check', {str(ROOT / 'scripts' / 'gpu_check.py')!r})\n"
         "module = importlib.util.module_from_spec(spec)\n"
         "spec.loader.exec_module(module)\n"
-        f"step = ('bench', [sys.executable, '-c', {LEAVES_A_SERVER!r}, 'hangs'])\n"
-        "module.steps = lambda part, out, quick: iter([step])\n"
-        f"sys.argv[1:] = ['--part', 'loads', '--out', {str(tmp_path)!r}]\n"
+        f"body = {LEAVES_A_SERVER.replace('flush=True', f'file=open({str(told)!r}, chr(97)), flush=True')!r}\n"
+        "step = ('bench', [sys.executable, '-c', body, 'hangs'])\n"
+        "module.steps = lambda part, out, quick: iter([step] * 3)\n"
+        "module.os.cpu_count = lambda: 2\n"
+        f"sys.argv[1:] = ['--part', {part!r}, '--out', {str(tmp_path)!r}]\n"
         "sys.exit(module.main())\n"
     )
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.DEVNULL)
-    log, end = tmp_path / "loads.log", time.monotonic() + 30
-    while not (log.exists() and log.read_text().endswith("\n")) and time.monotonic() < end:
+    at_once, end = 2 if part == "tests" else 1, time.monotonic() + 30
+    while not (told.exists() and told.read_text().count("\n") == at_once) and time.monotonic() < end:
         time.sleep(0.02)
-    server = int(log.read_text())
-    assert Path(f"/proc/{server}").exists()
+    servers = [int(line) for line in told.read_text().split()]
+    assert all(Path(f"/proc/{server}").exists() for server in servers)
     process.terminate()
     assert process.wait(10) == 128 + 15
-    assert gone(server)
+    assert all(gone(server) for server in servers)
+    assert len(told.read_text().split()) == at_once
 
 
 def test_every_test_for_a_gpu_is_run_and_no_file_for_nothing(gpu_check):
