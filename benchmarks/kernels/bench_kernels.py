@@ -1,6 +1,6 @@
 """Kernels of encoders against their floor and a rival, inside CUDA graphs; one row a case, JSON under --out.
 
-    PYTHONPATH=. python benchmarks/kernels/bench_kernels.py --out DIR [--only norms attention] [--sweep]
+    PYTHONPATH=. python benchmarks/kernels/bench_kernels.py --out DIR [--only norms attention] [--sweep [16x512 1x512]]
 
 A case runs 24 times in a graph, over different buffers or weights in turn, and is given per call: what it takes in a
 chain, launch included. Floors are bytes over 4.21 TB/s or operations over 784 TFLOP/s, whichever is longer, and leave
@@ -10,11 +10,12 @@ the launch out (0.94 µs in a chain). The rival is torch's own operations, or cu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from timing import Report, floor_us, graph_us, out_argument
+from timing import Report, floor_us, graph_us, out_argument, side_by_side
 from torch import Tensor
 
 from rose.kernels import short_attention as attention
@@ -212,6 +213,9 @@ LENGTHS = {
     "mixed": [37, 128, 1, 200, 64, 256],
     "16x512": [512] * 16,
 }
+SWEPT = ("1x128", "1x512", "25x128", "16x512", "mixed")
+# Query heads, key heads, dimensions: BGE-M3 and pplx-embed 0.6b.
+HEADS = ((16, 16, 64), (16, 8, 128))
 
 
 def heads(T: int, H: int, G: int, dh: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,45 +234,76 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
     return out.transpose(1, 2).reshape(q.shape)
 
 
-def attention_case(report: Report, name: str, H: int, G: int, dh: int, sweep: bool) -> None:
+def attention_run(name: str, H: int, G: int, dh: int) -> tuple[Callable[[int], Tensor], Callable[[int], Tensor]]:
+    """(ours, torch's) of a batch of LENGTHS."""
     lengths = LENGTHS[name]
-    T, longest = sum(lengths), max(lengths)
-    q, k, v = heads(T, H, G, dh)
+    q, k, v = heads(sum(lengths), H, G, dh)
     cu = ints([sum(lengths[:i]) for i in range(len(lengths) + 1)])
-
-    def ours(i: int) -> Tensor:
-        return attention.short_attention(q, k, v, cu, longest, False, dh**-0.5)
-
-    moved, flops = 2 * T * dh * (2 * H + 2 * G), 4 * H * dh * sum(n * n for n in lengths)
-    shape = f"{name} {H}/{G}x{dh}"
-    case(report, "short_attention", shape, ours, lambda i: sdpa(q, k, v, lengths), moved, flops)
-    if sweep and name in ("1x128", "1x512", "25x128", "16x512", "mixed"):
-        blocks(report, shape, dh, longest, ours)
+    return (
+        lambda i: attention.short_attention(q, k, v, cu, max(lengths), False, dh**-0.5),
+        lambda i: sdpa(q, k, v, lengths),
+    )
 
 
-def attentions(report: Report, sweep: bool) -> None:
-    for name, shape in itertools.product(LENGTHS, ((16, 16, 64), (16, 8, 128))):
-        attention_case(report, name, *shape, sweep)
+def attentions(report: Report, sweep: list[str] | None) -> None:
+    """
+    Args:
+        sweep: batches whose blocks are tried too, those of SWEPT where it is empty; None: of none.
+    """
+    wanted = [(name, *shape) for name, shape in itertools.product(LENGTHS, HEADS) if not sweep or name in sweep]
+    swept = [] if sweep is None else [case for case in wanted if case[0] in (sweep or SWEPT)]
+    tasks = [(*case, block) for case in swept for block in blocks(case[0], case[3])]
+    reasons = side_by_side(compile_block, tasks, 120)
+    for name, H, G, dh in wanted:
+        lengths = LENGTHS[name]
+        ours, rival = attention_run(name, H, G, dh)
+        moved, flops = 2 * sum(lengths) * dh * (2 * H + 2 * G), 4 * H * dh * sum(n * n for n in lengths)
+        shape = f"{name} {H}/{G}x{dh}"
+        case(report, "short_attention", shape, ours, rival, moved, flops)
+        times = {}
+        for block in blocks(name, dh) if (name, H, G, dh) in swept else ():
+            told = "{}x{} w{}".format(*block)
+            if (reason := reasons[name, H, G, dh, block]) is not None:
+                print("  out:", shape, told, reason[:120], flush=True)
+                continue
+            with cut_as(block):
+                times[told] = round(per_call(ours), 2)
+        if times:
+            best = sorted(times.items(), key=lambda item: item[1])
+            report.row(op="short_attention blocks", shape=shape, best=best[:8], of=len(best))
 
 
-def blocks(report: Report, shape: str, dh: int, longest: int, run: Callable[[int], object]) -> None:
-    """Other ways to cut the same attention up: (queries a program, keys a block, warps)."""
-    chosen, times = attention.block, {}
-    whole = max(64, 1 << (longest - 1).bit_length())
-    for (bm, warps), bn in itertools.product(
-        ((16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (64, 4), (64, 8), (128, 8)), {64, 128, whole}
-    ):
-        if bn > whole or bn * dh > 32768:
-            continue
-        attention.block = lambda *_, b=(bm, bn, warps): b
-        try:
-            times[f"{bm}x{bn} w{warps}"] = round(per_call(run), 2)
-        except Exception as error:
-            print("  failed:", bm, bn, warps, str(error)[:120], flush=True)
-        finally:
-            attention.block = chosen
-    best = sorted(times.items(), key=lambda item: item[1])
-    report.row(op="short_attention blocks", shape=shape, best=best[:8], of=len(best))
+# (queries a program, keys a block, warps)
+Block = tuple[int, int, int]
+
+
+def blocks(name: str, dh: int) -> list[Block]:
+    """Other ways to cut the same attention up."""
+    whole = max(64, 1 << (max(LENGTHS[name]) - 1).bit_length())
+    rows = ((16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (64, 4), (64, 8), (128, 8))
+    keys = [bn for bn in sorted({64, 128, whole}) if bn <= whole and bn * dh <= 32768]
+    return [(bm, bn, warps) for (bm, warps), bn in itertools.product(rows, keys)]
+
+
+@contextmanager
+def cut_as(block: Block) -> Iterator[None]:
+    chosen, attention.block = attention.block, lambda *_: block
+    try:
+        yield
+    finally:
+        attention.block = chosen
+
+
+def compile_block(task: tuple[str, int, int, int, Block]) -> str | None:
+    """In a process of its own: into Triton's cache, and whether it is right."""
+    *shape, block = task
+    torch.manual_seed(0)
+    ours, rival = attention_run(*shape)
+    with cut_as(block):
+        out, expected = ours(0).float(), rival(0).float()
+    torch.cuda.synchronize()
+    error = float((out - expected).norm() / expected.norm())
+    return None if error < 1e-2 else f"relative error {error:.2e}"
 
 
 def main() -> None:
@@ -283,7 +318,7 @@ def main() -> None:
         "pooling": pooling,
     }
     parser.add_argument("--only", nargs="+", choices=sections, default=list(sections))
-    parser.add_argument("--sweep", action="store_true", help="try other blocks for attention")
+    parser.add_argument("--sweep", nargs="*", choices=LENGTHS, help="try other blocks for attention, of these batches")
     args = parser.parse_args()
     torch.manual_seed(0)
     report = Report(args.out / "bench_kernels.json")

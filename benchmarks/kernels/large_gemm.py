@@ -8,14 +8,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timing import Report, graph_us, out_argument
+from timing import Report, graph_us, out_argument, side_by_side
 from torch import Tensor
 
 from rose.kernels import gemm_epilogue
@@ -104,8 +103,7 @@ def main() -> None:
     report = Report(args.out / "large_gemm.json")
     tasks = [(p, t) for p in PRODUCTS for t in (None, *TILINGS)]
     began = time.perf_counter()
-    with multiprocessing.get_context("spawn").Pool(16) as pool:
-        reasons = dict(zip(tasks, pool.map(compile_one, tasks, chunksize=1), strict=True))
+    reasons = side_by_side(compile_one, tasks, 120)
     print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
     for (p, t), reason in reasons.items():
         if reason is not None:

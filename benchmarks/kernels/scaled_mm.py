@@ -13,12 +13,13 @@ None where it does not take it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from timing import Report, graph_us, out_argument
+from timing import Report, graph_us, out_argument, side_by_side
 from torch import Tensor
 
 from rose.kernels import tiles
@@ -56,10 +57,11 @@ PRODUCTS = [
     Product("pplx down", "partial", 1024, 3072),
 ]
 WEIGHTS = 8
+Call = Callable[[], Tensor]
 BF16 = torch.bfloat16
 
 
-def in_turn(calls: Sequence[Callable[[], Tensor]]) -> float:
+def in_turn(calls: Sequence[Call]) -> float:
     return graph_us(lambda: [call() for call in calls]) / len(calls)
 
 
@@ -105,6 +107,12 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[16, 128, 512, 1024, 2048, 16384])
     options = parser.parse_args()
     report = Report(options.out / "scaled_mm.json")
+    began = time.perf_counter()
+    cases = [(p, tokens) for tokens in options.tokens for p in PRODUCTS]
+    for (p, tokens), reason in side_by_side(compile_one, cases, 120).items():
+        if reason is not None:
+            print("not compiled beforehand:", p.name, tokens, reason, flush=True)
+    print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
     torch.manual_seed(0)
     for p in PRODUCTS:
         for tokens in options.tokens:
@@ -121,42 +129,70 @@ def exact(p: Product, x: Tensor, one: Tensor, w: Tensor, tensor: Tensor, calls: 
     return torch.nn.functional.gelu(wide) if p.activation == "gelu" else wide
 
 
+class Case:
+    """One product of some tokens: its operands, and every way to run it with each of the weights."""
+
+    def __init__(self, p: Product, tokens: int, weights: int) -> None:
+        n, k = p.n * halves(p.op), p.k
+        x = torch.randn(tokens, k, device="cuda").to(BF16)
+        plain = [(torch.randn(n, k, device="cuda") * 0.03).to(BF16) for _ in range(weights)]
+        self.one = one = torch.tensor([4.5 / 448], device="cuda")
+        self.codes = codes = quantize_static(x, one)
+        fp8 = [quantize_token(w, FP8) for w in plain]
+        int8 = [quantize_token(w, torch.int8) for w in plain]
+        self.tensor = tensor = torch.tensor([0.2 / 448], device="cuda")
+        self.whole = whole = [quantize_static(w, tensor) for w in plain]
+        blocks = torch.full((n // 128, k // 128), 0.2 / 448, device="cuda")
+        self.calls = calls = Calls(p, tokens)
+        run = calls.served
+        rule = scaled_tile(p.op, p.n, k, tokens, False)
+        self.tile = tile = choose_codes(p.op, p.n, k, tokens, rule)
+        hopper = tile if tile is not None and tile.kind == "sm90" else None
+
+        def tiled(tile: Tile | None) -> list[Call]:
+            return [] if tile is None else [lambda w=w: calls.tiled(tile, codes, one, w, tensor) for w in whole]
+
+        self.ways: dict[str, list[Call]] = {
+            "bf16": [lambda w=w: calls.bf16(x, w) for w in plain],
+            "fp8": [lambda w=w: run(codes, one, w, tensor) for w in whole],
+            "fp8_sm90": tiled(hopper),
+            "fp8_plain": tiled(rule),
+            "fp8_library": [lambda w=w: calls.library(codes, one, w, tensor) for w in whole],
+            "fp8_rows": [lambda w=w: run(codes, one, w[0], w[1].flatten()) for w in fp8],
+            "fp8_token": [lambda w=w: run(*quantize_token(x, FP8), w[0], w[1].flatten()) for w in fp8],
+            "int8": [lambda w=w: run(*quantize_token(x, torch.int8), w[0], w[1].flatten()) for w in int8],
+            "block": [lambda w=w: run(*quantize_group(x), w, blocks) for w in whole],
+        }
+
+
+def compile_one(case: tuple[Product, int]) -> str | None:
+    """Every way once, in a process of its own; the reasons of those that fail."""
+    made, reasons = Case(*case, 1), []
+    for way, calls in made.ways.items():
+        try:
+            for call in calls:
+                call()
+            torch.cuda.synchronize()
+        except Exception as error:
+            reasons.append(f"{way}: {type(error).__name__}: {error}"[:200])
+    return "; ".join(reasons) or None
+
+
 def measure(report: Report, p: Product, tokens: int) -> None:
-    n, k = p.n * halves(p.op), p.k
-    x = torch.randn(tokens, k, device="cuda").to(BF16)
-    plain = [(torch.randn(n, k, device="cuda") * 0.03).to(BF16) for _ in range(WEIGHTS)]
-    one = torch.tensor([4.5 / 448], device="cuda")
-    codes = quantize_static(x, one)
-    fp8 = [quantize_token(w, FP8) for w in plain]
-    int8 = [quantize_token(w, torch.int8) for w in plain]
-    tensor = torch.tensor([0.2 / 448], device="cuda")
-    whole = [quantize_static(w, tensor) for w in plain]
-    blocks = torch.full((n // 128, k // 128), 0.2 / 448, device="cuda")
-    calls = Calls(p, tokens)
-    run = calls.served
-
-    rule = scaled_tile(p.op, p.n, k, tokens, False)
-    tile = choose_codes(p.op, p.n, k, tokens, rule)
-    hopper = tile if tile is not None and tile.kind == "sm90" else None
-
-    def tiled(tile: Tile | None) -> float | None:
-        return None if tile is None else in_turn([lambda w=w: calls.tiled(tile, codes, one, w, tensor) for w in whole])
-
-    found = run(codes, one, whole[0], tensor)
-    wide = exact(p, codes, one, whole[0], tensor, calls)
+    case = Case(p, tokens, WEIGHTS)
+    found = case.calls.served(case.codes, case.one, case.whole[0], case.tensor)
+    wide = exact(p, case.codes, case.one, case.whole[0], case.tensor, case.calls)
+    us: dict[str, float | str | None] = {}
+    for way, calls in case.ways.items():
+        try:
+            us[way] = in_turn(calls) if calls else None
+        except Exception as error:  # the others are still worth having
+            us[way] = f"{type(error).__name__}: {error}"[:200]
     report.row(
         name=p.name,
         tokens=tokens,
-        bf16=in_turn([lambda w=w: calls.bf16(x, w) for w in plain]),
-        served="library" if tile is None else tile.kind,
-        fp8=in_turn([lambda w=w: run(codes, one, w, tensor) for w in whole]),
-        fp8_sm90=tiled(hopper),
-        fp8_plain=tiled(rule),
-        fp8_library=in_turn([lambda w=w: calls.library(codes, one, w, tensor) for w in whole]),
-        fp8_rows=in_turn([lambda w=w: run(codes, one, w[0], w[1].flatten()) for w in fp8]),
-        fp8_token=in_turn([lambda w=w: run(*quantize_token(x, FP8), w[0], w[1].flatten()) for w in fp8]),
-        int8=in_turn([lambda w=w: run(*quantize_token(x, torch.int8), w[0], w[1].flatten()) for w in int8]),
-        block=in_turn([lambda w=w: run(*quantize_group(x), w, blocks) for w in whole]),
+        served="library" if case.tile is None else case.tile.kind,
+        **us,
         error=float((found.double() - wide).norm() / wide.norm()),
     )
 

@@ -1,19 +1,23 @@
-"""Timing and reporting shared by the benchmarks of this folder: CUDA graphs, events, medians, JSON."""
+"""Timing and reporting shared by the benchmarks of this folder: CUDA graphs, events, medians, JSON; compiling ahead."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import statistics
 import subprocess
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+Task = TypeVar("Task")
 # Measured on an H200: a device copy (read + write), and an 8192^3 bf16 product on random data.
 BYTES_PER_US = 4.21e6
 FLOPS_PER_US = 784e6
@@ -57,6 +61,36 @@ def graph_us(run: Callable[[], Any], repeats: int = 40) -> float:
     return replay_us(graph, repeats)
 
 
+def side_by_side(run: Callable[[Task], str | None], tasks: Sequence[Task], limit_s: float) -> dict[Task, str | None]:
+    """What `run` says of each task in processes of their own, None where all is well.
+
+    What compiles there lies in the caches on disk, and loads here. A process that crashes or hangs costs its own tasks
+    and those that wait: they have that as their reason. None is left when this returns, so that nothing runs beside
+    what is timed next.
+
+    Args:
+        run, tasks: can be sent to another process. limit_s: seconds for all of them.
+    """
+    found: dict[Task, str | None] = dict.fromkeys(tasks, f"not done within {limit_s:g} s")
+    workers = min(16, os.cpu_count() or 1, len(found))
+    if not workers:
+        return found
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+    try:
+        futures = {pool.submit(run, task): task for task in found}
+        for future in wait(futures, limit_s).done:
+            error = future.exception()
+            found[futures[future]] = future.result() if error is None else f"{type(error).__name__}: {error}"[:300]
+    finally:
+        processes = list((pool._processes or {}).values())
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+    return found
+
+
 class Report:
     """Rows printed as they come and rewritten to one JSON file after every row; a failing section loses only itself."""
 
@@ -90,7 +124,7 @@ def machine() -> dict[str, str]:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit.stdout.strip() or os.environ.get("ROSE_COMMIT") or "unknown",
         "date": time.strftime("%Y-%m-%d"),
     }
 

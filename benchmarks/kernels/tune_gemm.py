@@ -1,6 +1,7 @@
 """Choose the tiles of rose/kernels/tiles.json by measuring on this GPU.
 
     PYTHONPATH=. python benchmarks/kernels/tune_gemm.py --out DIR [--tokens 64 128] [--shapes bge pplx] [--seconds 240]
+        [--missing]
 
 Steps of generating: --tokens 16 32 --shapes qwen3-0.6b qwen3-8b qwen3.5-4b. Shapes in common are measured once.
 Products of e4m3 codes under one scale a side: --dtype fp8; their rows of the table have names of their own.
@@ -9,8 +10,8 @@ Two rounds: a coarse list of tiles for every product, then the neighbours of the
 compile the candidates (into Triton's cache) and check them against the library on a batch with a tail, so that one that
 is wrong is out and one that crashes takes only its worker along. Then this process times those that passed: 24 weights
 in turn in one graph, each product beside the norm that is its neighbour in a model, so that dependent launch, the L2
-cache and the cost of reading pieces count as they will. Table and times are written after every product; the library
-(null) gets a row where it is faster.
+cache and the cost of reading pieces count as they will. The table is written after every product of either round, and
+its times after the second; the library (null) gets a row where it is faster.
 """
 
 from __future__ import annotations
@@ -120,10 +121,12 @@ def coarse(p: Product, tokens: int) -> Iterator[Tile]:
             yield Tile(bm, bn, 64, 1, warps, stages, "sm90", stages)
         return
     splits = (1, 2, 4, 8) if p.op == "partial" and tokens <= 512 else (1,)
+    # A step of generating waits for weights' bytes: more waves of narrower programs may have more of them on their way.
+    most = max(264, tokens * p.n // (64 * 64), p.n // 32 if tokens <= 64 else 0)
     shapes = ((32, 64), (64, 32), (64, 64), (128, 32), (64, 128), (128, 64), (128, 128))
     for split, (bm, bn) in itertools.product(splits, shapes):
         programs = -(-tokens // bm) * (p.n // bn) * split
-        if bm > max(64, tokens) or not 60 <= programs <= max(264, tokens * p.n // (64 * 64)):
+        if bm > max(64, tokens) or not 60 <= programs <= most:
             continue
         warps = 8 if bm == 128 else 4
         yield Tile(bm, bn, 64, split, 8 if bm * bn >= 128 * 128 else 4, 4)
@@ -267,17 +270,22 @@ def worker(tasks: multiprocessing.Queue, results: multiprocessing.Queue) -> None
 
 
 class Checkers:
-    """Worker processes that compile and check candidates; a lost one is not replaced."""
+    """Processes that compile and check candidates. All of them are idle, or gone, whenever this one times."""
 
     def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.tasks, self.results = context.Queue(), context.Queue()
+        self.count = count
+        self.context = multiprocessing.get_context("spawn")
+        self.known: dict[tuple[Product, Tile], bool] = {}
+        self.start()
+
+    def start(self) -> None:
+        """A lost one is not replaced."""
+        self.tasks, self.results = self.context.Queue(), self.context.Queue()
         self.processes = [
-            context.Process(target=worker, args=(self.tasks, self.results), daemon=True) for _ in range(count)
+            self.context.Process(target=worker, args=(self.tasks, self.results), daemon=True) for _ in range(self.count)
         ]
         for process in self.processes:
             process.start()
-        self.known: dict[tuple[Product, Tile], bool] = {}
 
     def passed(self, wanted: Iterable[tuple[Product, Tile]], deadline: float) -> None:
         """Check what is not known yet; what the deadline leaves unchecked counts as out."""
@@ -299,13 +307,19 @@ class Checkers:
                 if bad <= 8:
                     print("  out:", tuple(p), tile, reason, flush=True)
         print(f"checked {done} of {len(new)} candidates, {bad} out", flush=True)
+        if done < len(new):
+            # They would go on compiling, or hang, on the device that is timed next.
+            self.stop()
+            self.start()
 
     def good(self, p: Product, found: list[Tile]) -> list[Tile]:
         return [tile for tile in found if self.known.get((p, tile), False)]
 
     def stop(self) -> None:
         for process in self.processes:
-            process.terminate()
+            process.kill()
+        for process in self.processes:
+            process.join()
 
 
 # -- 2. time
@@ -391,6 +405,7 @@ def write(path: Path, table: dict[str, dict[str, Tile | None]]) -> None:
             for b, t in sorted(table[name].items(), key=lambda item: (len(item[0]), item[0]))
         ]
         products.append(f' "{name}": {{\n' + ",\n".join(rows) + "\n }")
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("{\n" + ",\n".join(products) + "\n}\n")
 
 
@@ -401,18 +416,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240, help="stop choosing after this long")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--dtype", choices=["bf16", "fp8"], default="bf16")
+    parser.add_argument("--missing", action="store_true", help="only what has no row of its own in the table")
     args = parser.parse_args()
     began = time.perf_counter()
     by_key: dict[str, Product] = {}
     for p in (p for name in args.shapes for p in SHAPES[name]):
         p = p._replace(codes=args.dtype == "fp8")
         by_key.setdefault(p.key, p)
-    products = list(by_key.values())
-    plan = [(p, m) for m in args.tokens for p in products]
+    table = {name: dict(rows) for name, rows in tiles._table().items()}
+    plan = [
+        (p, m)
+        for m in args.tokens
+        for p in by_key.values()
+        if not args.missing or tiles.bucket(m) not in table.get(p.key, {})
+    ]
     checkers = Checkers(args.workers)
     report = Report(args.out / "tune_gemm.json")
-    table = {name: dict(rows) for name, rows in tiles._table().items()}
-    ws = {p: weights(p, LAYERS) for p in products}
+    ws = {p: weights(p, LAYERS) for p, _ in plan}
     times: dict[tuple[Product, int], Timed] = {}
 
     lists = {(p, m): possible(p, deeper(p, coarse(p, m))) for p, m in plan}
@@ -420,6 +440,9 @@ def main() -> None:
     print(f"coarse list compiled after {time.perf_counter() - began:.0f} s", flush=True)
     for p, m in plan:
         times[p, m] = measure(p, m, [None, *checkers.good(p, lists[p, m])], ws[p])
+        for best in best_of(times[p, m], 1):
+            table.setdefault(p.key, {})[tiles.bucket(m)] = best
+        write(args.out / "tiles.json", table)
     print(f"and timed after {time.perf_counter() - began:.0f} s", flush=True)
 
     for p, m in plan:
@@ -431,7 +454,10 @@ def main() -> None:
     for p, m in plan:
         if time.perf_counter() - began < args.seconds:
             times[p, m] |= measure(p, m, checkers.good(p, lists[p, m]), ws[p])
-        table.setdefault(p.key, {})[tiles.bucket(m)] = conclude(report, p, m, times[p, m], ws[p])
+        try:
+            table.setdefault(p.key, {})[tiles.bucket(m)] = conclude(report, p, m, times[p, m], ws[p])
+        except Exception as error:  # what was best of its first round stays
+            print("  failed:", p.key, m, f"{type(error).__name__}: {error}"[:300], flush=True)
         write(args.out / "tiles.json", table)
     print(f"done after {time.perf_counter() - began:.0f} s", flush=True)
 

@@ -40,6 +40,9 @@ from rose.batch import AttentionPlan, Batch
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 512, 4096)
 # Far from any key or value, and zero times it is zero.
 FINITE_POISON = 1000.0
+# FlashInfer's words for kernels that did not come compiled where FLASHINFER_DISABLE_JIT lets it compile none: nothing
+# was found out about them.
+_NOT_COMPILED = ("JIT compilation is disabled", "not included in the default JIT cache")
 _FULL_HEAD_DIMS = (64, 128, 256)
 _FULL_GROUPS = (1, 2, 4, 8)
 
@@ -165,6 +168,8 @@ def check_backend(name: str, spec: AttentionSpec, full: bool = False) -> str | N
         try:
             reason = _check_paged(name, found, narrowed) if spec.layout == "paged" else _check(found, narrowed, full)
         except Exception as error:  # noqa: BLE001  third-party compilers raise kinds of their own
+            if any(words in str(error) for words in _NOT_COMPILED):
+                return f"has no kernels for {described(variant)}: JIT compilation is disabled"
             return f"failed on {described(variant)}: {type(error).__name__}: {error}"
         if reason is not None:
             return reason

@@ -16,6 +16,7 @@ from functools import cache
 from rose.bench import loads
 from rose.bench.carriers import HttpDriver
 from rose.bench.failures import failed as told_failed
+from rose.bench.failures import over_models
 from rose.bench.loads import Load
 from rose.bench.places import Place, places
 from rose.bench.pseudo_texts import exact_texts, words
@@ -46,15 +47,17 @@ def main(arguments: argparse.Namespace, command: str) -> int:
     """Run every load asked for; returns the exit status: 1 if one failed.
 
     Raises:
-        DisagreementError: answers are not the reference's; nothing further is run.
+        DisagreementError: answers are not the reference's, where there is one model; of several the others are run.
     """
-    failed = 0
-    for target in targets(arguments, command, ["bge-m3", "pplx-embed-0.6b"]):
+
+    def one(target: Target) -> int:
         # What the device does when all clients' texts fall into one batch.
-        if arguments.profile:
-            failed += not profiled(target, [_load(max(arguments.in_flight), arguments, together=True)], arguments)
-        failed += _run_model(target, arguments)
-    return int(failed > 0)
+        together = [_load(max(arguments.in_flight), arguments, together=True)]
+        failed = int(arguments.profile and not profiled(target, together, arguments))
+        return failed + _run_model(target, arguments)
+
+    models = arguments.model or ["bge-m3", "pplx-embed-0.6b"]
+    return int(over_models(targets(arguments, command, models), one, alone=len(models) == 1) > 0)
 
 
 def _load(in_flight: int, arguments: argparse.Namespace, *, together: bool = False) -> Load:

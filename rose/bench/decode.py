@@ -21,6 +21,7 @@ from rose.bench.carriers import Ids
 from rose.bench.decode_reference import DecodeReference
 from rose.bench.decode_ways import DecodeWay, EngineWay, HttpWay, LinkWay, Stream
 from rose.bench.failures import failed as told_failed
+from rose.bench.failures import over_models
 from rose.bench.floors import decode_floor_ms
 from rose.bench.llm_shapes import LLM_SHAPES
 from rose.bench.meter import RUNS
@@ -86,12 +87,11 @@ def main(arguments: argparse.Namespace, command: str) -> int:
     """Run every load asked for; returns the exit status: 1 if one failed.
 
     Raises:
-        DecodeDisagreementError: tokens are not the reference's; nothing further is run.
+        DecodeDisagreementError: tokens are not the reference's, where there is one model; of several the others run.
     """
-    failed = 0
-    for target in targets(arguments, command, ["qwen3-0.6b"], LLM_SHAPES):
-        failed += _run_model(target, arguments)
-    return int(failed > 0)
+    models = arguments.model or ["qwen3-0.6b"]
+    found = targets(arguments, command, models, LLM_SHAPES)
+    return int(over_models(found, lambda one: _run_model(one, arguments), alone=len(models) == 1) > 0)
 
 
 def _run_model(target: Target, arguments: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ from rose.attention_backends.choose import Load as AttentionLoad
 from rose.bench import loads
 from rose.bench.drivers import Driver, EngineDriver, GrpcDriver, HttpDriver, LinkDriver
 from rose.bench.failures import failed as told_failed
+from rose.bench.failures import over_models
 from rose.bench.processes import served
 from rose.bench.records import write_rows
 from rose.bench.reference import Reference
@@ -63,7 +64,8 @@ def main(load_name: str, arguments: argparse.Namespace, command: str) -> int:
     """Run the loads of one name, or of both ("all"); returns the exit status: 1 if a load failed.
 
     Raises:
-        DisagreementError: a load's answers are not the reference's; nothing further is run.
+        DisagreementError: a load's answers are not the reference's; nothing further is run of that model, and with one
+            model alone this is raised.
     """
     wanted = [
         loads.Load(load.name, load.tokens, load.batch, arguments.n or load.n)
@@ -72,10 +74,9 @@ def main(load_name: str, arguments: argparse.Namespace, command: str) -> int:
         and (not arguments.tokens or load.tokens in arguments.tokens)
         and (not arguments.batch or load.batch in arguments.batch)
     ]
-    failed = 0
-    for target in targets(arguments, command, ["bge-m3", "pplx-embed-0.6b"]):
-        failed += _run_model(target, wanted, arguments)
-    return int(failed > 0)
+    models = arguments.model or ["bge-m3", "pplx-embed-0.6b"]
+    found = targets(arguments, command, models)
+    return int(over_models(found, lambda one: _run_model(one, wanted, arguments), alone=len(models) == 1) > 0)
 
 
 def _run_model(target: Target, wanted: Sequence[loads.Load], arguments: argparse.Namespace) -> int:

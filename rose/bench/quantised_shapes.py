@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rose.bench.shapes import one_maker
 from rose.config import read_model_folder
 from rose.convert.calibrate import open_subject
 from rose.convert.calibrate.run import quantise_all
@@ -30,14 +31,15 @@ def quantised_checkpoint(plain: Path, dtype: str, device: torch.device, *, task:
         dtype: a key of SCHEME_OF. task: as `read_model_folder`.
     """
     target = plain.with_name(f"{plain.name}-{dtype}")
-    if (target / "complete").exists():
+    with one_maker(target):
+        if (target / "complete").exists():
+            return target
+        shutil.rmtree(target, ignore_errors=True)
+        folder = read_model_folder(plain, task=task)  # type: ignore[arg-type]
+        subject = open_subject(folder, _ids(folder.architecture.vocab_size, folder.max_tokens), device=device)
+        quantise_all(subject, SCHEME_OF[dtype], target)
+        (target / "complete").touch()
         return target
-    shutil.rmtree(target, ignore_errors=True)
-    folder = read_model_folder(plain, task=task)  # type: ignore[arg-type]
-    subject = open_subject(folder, _ids(folder.architecture.vocab_size, folder.max_tokens), device=device)
-    quantise_all(subject, SCHEME_OF[dtype], target)
-    (target / "complete").touch()
-    return target
 
 
 def _ids(vocab_size: int, most: int) -> Sequence[Sequence[int]]:

@@ -6,8 +6,10 @@ ones: ROSE, transformers and other servers read them. Knows shapes; knows neithe
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -244,7 +246,7 @@ def made_folder() -> Path:
 
 
 def build_checkpoint(name: str, folder: Path, *, seed: int = SEED, shapes: Mapping[str, Shape] | None = None) -> Path:
-    """Write the folder of `name` unless it is there already; returns it.
+    """Write the folder of `name` unless it is there already; returns it. Who asks meanwhile waits for it.
 
     Args:
         shapes: where to look the name up; SHAPES if not given.
@@ -253,16 +255,26 @@ def build_checkpoint(name: str, folder: Path, *, seed: int = SEED, shapes: Mappi
         KeyError: no such shape.
     """
     shape = (SHAPES if shapes is None else shapes)[name]
-    if (folder / "complete").exists():
+    with one_maker(folder):
+        if (folder / "complete").exists():
+            return folder
+        folder.mkdir(exist_ok=True)
+        _write_files(shape, folder)
+        config = dict(shape.config)
+        if shape.transformers_class == "Qwen3Model":
+            config["model_type"] = "qwen3"
+        write_weights(config, shape.transformers_class, folder, seed, language_model=shape.pooling is None)
+        (folder / "complete").touch()  # last, so that a folder half written is written again
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_files(shape, folder)
-    config = dict(shape.config)
-    if shape.transformers_class == "Qwen3Model":
-        config["model_type"] = "qwen3"
-    write_weights(config, shape.transformers_class, folder, seed, language_model=shape.pooling is None)
-    (folder / "complete").touch()  # last, so that a folder half written is written again
-    return folder
+
+
+@contextmanager
+def one_maker(folder: Path) -> Iterator[None]:
+    """One process at a time makes what lies in `folder`; a lock is gone with who holds it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 def _write_files(shape: Shape, folder: Path) -> None:

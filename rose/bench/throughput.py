@@ -17,6 +17,7 @@ import torch
 from rose.bench import loads
 from rose.bench.carriers import HttpDriver, Ids
 from rose.bench.failures import failed as told_failed
+from rose.bench.failures import over_models
 from rose.bench.fleet import Window, run_fleet
 from rose.bench.floors import floor_ms
 from rose.bench.gpu_loads import backends_of
@@ -56,15 +57,17 @@ def main(arguments: argparse.Namespace, command: str) -> int:
     """Run every load asked for; returns the exit status: 1 if one failed.
 
     Raises:
-        DisagreementError: answers are not the reference's; nothing further is run.
+        DisagreementError: answers are not the reference's, where there is one model; of several the others are run.
     """
-    failed = 0
-    for target in targets(arguments, command, ["bge-m3", "pplx-embed-0.6b"]):
+
+    def one(target: Target) -> int:
         # First, so that a run which is cut short has it; the engine of this process is gone before a server starts.
-        if arguments.profile:
-            failed += not profiled(target, [_load(tokens, arguments.batch) for tokens in arguments.tokens], arguments)
-        failed += _run_model(target, arguments)
-    return int(failed > 0)
+        wanted = [_load(tokens, arguments.batch) for tokens in arguments.tokens]
+        failed = int(arguments.profile and not profiled(target, wanted, arguments))
+        return failed + _run_model(target, arguments)
+
+    models = arguments.model or ["bge-m3", "pplx-embed-0.6b"]
+    return int(over_models(targets(arguments, command, models), one, alone=len(models) == 1) > 0)
 
 
 def profiled(target: Target, wanted: Sequence[Load], arguments: argparse.Namespace) -> bool:

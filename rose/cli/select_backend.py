@@ -147,7 +147,9 @@ def _measure(options: argparse.Namespace, target: Target) -> int:
         rows += [row for run in result.runs for row in rows_of(run, run.grid, "first", facts)]
         print(f"{path}: measured in {time.monotonic() - started:.0f} s")
         for line in (*replaced, *_told(result)):
-            print(line)
+            print(line, flush=True)
+        if options.rows is not None:
+            write_rows(options.rows, rows)  # whatever becomes of the second run
     else:
         result = Result(profile=read_profile(options.profile))
         tiles.prefer(preferred(result.profile.products))
@@ -161,11 +163,11 @@ def _measure(options: argparse.Namespace, target: Target) -> int:
             for row in rows_of(run, grids[run.ways.shape], "check", facts)
         ]
         rows += checked
+        if options.rows is not None:
+            write_rows(options.rows, rows)
         print(f"second run, with inputs of seed {limits.seed + 1}:")
         for line in summary(checked):
             print(line)
-    if options.rows is not None:
-        write_rows(options.rows, rows)
     if options.report is not None:
         _report(options, result, target)
     return 0

@@ -17,10 +17,11 @@ from rose.attention_backends.base import (
     AttentionSpec,
     KeepsPlans,
     Paged,
-    available_backends,
     can_capture,
+    load_backend,
     paged_backend_names,
 )
+from rose.attention_backends.check import check_backend
 from rose.attention_backends.kv_cache import KVCache
 from rose.attention_backends.rows import unpack
 from rose.batch import AttentionPlan, Batch, PagedContext
@@ -28,7 +29,7 @@ from rose.engine.profiles import attention_shape
 from rose.errors import StartupError
 from rose.select.grid import GridLoad
 from rose.select.layer_ways import LAYERS
-from rose.select.ways import Ready
+from rose.select.ways import Ready, attention_ways
 
 PAGE_SIZE = 16
 
@@ -47,11 +48,12 @@ class PagedWays:
         """
         self._spec, self._layers = spec, layers
         self.shape = attention_shape(spec)
-        found = available_backends(spec)
-        self.missing: Mapping[str, str] = {name: f for name, f in found.items() if isinstance(f, str)}
-        self.excluded: Mapping[str, str] = {}
-        self._backends = {name: f for name, f in found.items() if not isinstance(f, str)}
-        self.names = tuple(name for name in paged_backend_names() if name in self._backends)
+        self.missing: Mapping[str, str]
+        self.excluded: Mapping[str, str]
+        self.missing, self.excluded = attention_ways(paged_backend_names(), lambda name: check_backend(name, spec))
+        self.names = tuple(n for n in paged_backend_names() if n not in self.missing and n not in self.excluded)
+        # Others than those that were checked: a cache is bound once.
+        self._backends = {name: load_backend(name, spec) for name in self.names}
         # Page 0 belongs to nobody, and every sequence may end in a page that it does not fill.
         pages = 1 + cache_tokens // PAGE_SIZE + 512
         self._cache = KVCache(

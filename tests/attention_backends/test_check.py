@@ -12,6 +12,8 @@ from torch import Tensor
 from rose.attention_backends import AttentionSpec, backend_names, check
 from rose.attention_backends.check import check_backend, check_backends
 from rose.attention_backends.torch_sdpa import TorchSdpa
+from rose.errors import InternalError
+from rose.select.ways import attention_ways
 
 
 class Spoiled(TorchSdpa):
@@ -89,6 +91,24 @@ def test_a_backend_that_breaks_is_a_reason(monkeypatch: pytest.MonkeyPatch, spec
         raise LookupError("no kernel image")
 
     assert "LookupError: no kernel image" in str(_spoil(monkeypatch, spec, fail))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "JIT compilation is disabled via FLASHINFER_DISABLE_JIT environment variable, but the required module is not",
+        "module, which is not included in the default JIT cache. Use equal-stride K/V tensors, enable local JIT",
+    ],
+)
+def test_what_did_not_come_compiled_is_missing_and_not_wrong(monkeypatch, spec: AttentionSpec, words: str) -> None:
+    """FlashInfer's two errors; a profile that excluded it for them would keep it from machines that can compile."""
+
+    def fail(out: Tensor) -> Tensor:
+        raise InternalError(f"could not plan 3 tokens: {words}")
+
+    reason = str(_spoil(monkeypatch, spec, fail))
+    assert reason == "has no kernels for 4/2 heads of 32, float32, bidirectional: JIT compilation is disabled"
+    assert attention_ways(("flashinfer2",), lambda name: reason) == ({"flashinfer2": reason}, {})
 
 
 def test_short_sequences_only_reach_the_short_backend(monkeypatch: pytest.MonkeyPatch, spec: AttentionSpec) -> None:

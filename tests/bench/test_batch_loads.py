@@ -259,8 +259,8 @@ def test_the_gpu_check_gives_options_that_there_are(part, quick):
         assert set(options.model) <= {*SHAPES, *LLM_SHAPES}
 
 
-@pytest.mark.parametrize("part", ["loads", "models", "fp8"])
-def test_the_gpu_checks_other_parts_too(part):
+@pytest.mark.parametrize(("part", "commands", "models"), [("loads", 4, 2), ("models", 1, 4), ("fp8", 2, 2)])
+def test_the_gpu_checks_other_parts_too(part, commands, models):
     from rose.bench import gpu_loads, throughput
 
     spec = importlib.util.spec_from_file_location("gpu_check", Path(__file__).parents[2] / "scripts" / "gpu_check.py")
@@ -269,15 +269,17 @@ def test_the_gpu_checks_other_parts_too(part):
     gpu_check = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gpu_check)
     parsed = 0
+    found = set()
     for _, command in gpu_check.steps(part, Path("out"), False):
         module = {"rose.bench.gpu_loads": gpu_loads, "rose.bench.commands": throughput}.get(command[2])
         if module is None:
             continue
         parser = argparse.ArgumentParser(exit_on_error=False)
         module.add_arguments(parser)
-        assert set(parser.parse_args(command[4:]).model) <= set(SHAPES)
+        found |= set(parser.parse_args(command[4:]).model)
         parsed += 1
-    assert parsed >= 4
+    assert found <= set(SHAPES)
+    assert (parsed, len(found)) == (commands, models)
 
 
 def test_the_gpu_checks_tests_are_kept_as_they_end(tmp_path):

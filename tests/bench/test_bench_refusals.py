@@ -10,11 +10,12 @@ import sys
 import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rose import cli
-from rose.bench import commands, decode, failures, targets
+from rose.bench import commands, decode, failures, gpu_loads, loads, records, targets
 from rose.bench.decode_ways import Stream, together
 from rose.bench.llm_shapes import LLM_SHAPES
 from rose.bench.shapes import build_checkpoint, made_folder
@@ -165,3 +166,45 @@ def test_made_checkpoints_are_kept_in_the_users_own_cache(cache):
     parser = argparse.ArgumentParser()
     targets.add_common_arguments(parser)
     assert parser.parse_args([]).folders == made_folder() == cache / "shapes"
+
+
+@pytest.mark.parametrize("error", [InternalError("no such kernel"), StartupError("it did not start"), OSError("disk")])
+def test_a_model_that_fails_leaves_the_others_their_turn(error, tmp_path, capsys):
+    made = [SimpleNamespace(name=name) for name in ("first", "second", "third")]
+    run = []
+
+    def one(target):
+        run.append(target.name)
+        if target.name == "second":
+            raise error
+        return 2 if target.name == "third" else 0
+
+    assert failures.over_models(made, one, alone=False) == 3
+    assert run == ["first", "second", "third"]
+    assert f"second failed, no row:{' ' if isinstance(error, StartupError) else chr(10)}" in capsys.readouterr().out
+    with pytest.raises(type(error)):
+        failures.over_models(made[1:2], one, alone=True)
+
+
+def test_wrong_answers_of_one_model_cost_that_model(tmp_path, monkeypatch, capsys):
+    """On one device in turn: both are asked for, the first answers wrongly."""
+    checked = []
+
+    def check(driver, reference, load, vocab_size, least_cosine):
+        checked.append(load.tokens)
+        if len(checked) == 1:
+            raise loads.DisagreementError("cosine 0.1")
+        return 1.0
+
+    monkeypatch.setattr(loads, "check", check)
+    out = tmp_path / "rows.jsonl"
+    models = ["--model", "tiny-bert", "--model", "tiny-qwen3-embedding"]
+    options = [*models, "--via", "engine", "--tokens", "128", "512", "--n", "2", "--out", str(out)]
+    parser = argparse.ArgumentParser()
+    gpu_loads.add_arguments(parser)
+    assert gpu_loads.main("latency", parser.parse_args(options), "x") == 1
+    assert "tiny-bert failed, no row: cosine 0.1\n" in capsys.readouterr().out
+    assert [(row.model, row.tokens) for row in records.read_rows(out)] == [
+        ("tiny-qwen3-embedding", 128),
+        ("tiny-qwen3-embedding", 512),
+    ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from rose.bench import made_weights
+from rose.bench import made_weights, shapes
 from rose.bench.llm_shapes import LLM_SHAPES
 from rose.bench.made_tokenizers import write_tokenizer
 from rose.bench.pseudo_texts import common_words, exact_texts, words
@@ -124,3 +126,25 @@ def test_a_folder_half_written_is_written_again(tmp_path):
     build_checkpoint("tiny-bert", folder)
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert len(list(file.keys())) > 20
+
+
+def test_two_that_make_one_folder_make_it_once(tmp_path, monkeypatch):
+    """The second waits, and finds it whole."""
+    write, began, made = shapes.write_weights, threading.Event(), []
+
+    def slowly(config, cls, folder, *more, **options):
+        began.set()
+        assert not second.done()
+        write(config, cls, folder, *more, **options)
+        made.append(folder)
+
+    monkeypatch.setattr(shapes, "write_weights", slowly)
+    folder = tmp_path / "cache" / "tiny-bert"
+    with ThreadPoolExecutor(2) as pool:
+        gate = threading.Event()
+        second = pool.submit(lambda: gate.wait(20) and build_checkpoint("tiny-bert", folder))
+        first = pool.submit(build_checkpoint, "tiny-bert", folder)
+        assert began.wait(20)
+        gate.set()
+        assert first.result(60) == second.result(60) == folder
+    assert made == [folder]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import multiprocessing
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +33,7 @@ MODELS = {
     "qwen3-8b": LLM_SHAPES["qwen3-8b"],
     "qwen3.5-4b": LLM_SHAPES["qwen3.5-4b"],
 }
+FORK = multiprocessing.get_context("fork")
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 4096)
 
 
@@ -71,3 +75,76 @@ def test_every_product_has_tiles_to_choose_from_at_every_size(tune_gemm, name):
                 assert p.k % (tile.bk * tile.split) == 0
                 assert tile.split == 1 or p.op == "partial"
             assert tune_gemm.possible(p, tune_gemm.near(p, tokens, coarse[0]))
+
+
+def hangs(tasks, results):
+    tasks.get()
+    time.sleep(600)
+
+
+def checks(tasks, results):
+    while (task := tasks.get()) is not None:
+        results.put((*task, None if task[1].split == 1 else "wrong"))
+
+
+@pytest.fixture
+def checkers(tune_gemm, monkeypatch):
+    monkeypatch.setattr(tune_gemm.multiprocessing, "get_context", lambda kind: FORK)
+    made = []
+
+    def make(work):
+        monkeypatch.setattr(tune_gemm, "worker", work)
+        made.append(tune_gemm.Checkers(2))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop()
+        assert not any(process.is_alive() for process in one.processes)
+
+
+def test_candidates_that_are_right_are_good(tune_gemm, checkers):
+    p, tile = tune_gemm.SHAPES["bge"][0], tiles.Tile(64, 64, 64, 1, 4, 4)
+    two = dataclasses.replace(tile, split=2)
+    found = checkers(checks)
+    idle = found.processes
+    found.passed([(p, tile), (p, two), (p, tile)], time.perf_counter() + 20)
+    assert found.good(p, [two, tile]) == [tile]
+    assert found.processes is idle
+
+
+def test_nothing_is_compiled_or_hangs_beside_what_is_timed(tune_gemm, checkers, monkeypatch):
+    p, tile = tune_gemm.SHAPES["bge"][0], tiles.Tile(64, 64, 64, 1, 4, 4)
+    found = checkers(hangs)
+    before = found.processes
+    monkeypatch.setattr(tune_gemm, "worker", checks)
+    found.passed([(p, tile), (p, dataclasses.replace(tile, bk=128))] * 3, time.perf_counter() + 0.3)
+    assert found.known == {}
+    assert not any(process.is_alive() for process in before)
+    found.passed([(p, tile)], time.perf_counter() + 20)  # what was left of the first time does not count
+    assert found.good(p, [tile]) == [tile]
+
+
+def told(task):
+    if task == "crashes":
+        os._exit(3)
+    if task == "hangs":
+        time.sleep(600)
+    if task == "fails":
+        raise ValueError("no")
+    return None if task == "right" else f"{task} is wrong"
+
+
+def test_tasks_side_by_side_end_and_leave_nobody(tune_gemm, monkeypatch):
+    timing = importlib.import_module("timing")
+    monkeypatch.setattr(timing.multiprocessing, "get_context", lambda kind: FORK)
+    assert timing.side_by_side(told, [], 5) == {}
+    found = timing.side_by_side(told, ["right", "other", "fails"], 20)
+    assert found == {"right": None, "other": "other is wrong", "fails": "ValueError: no"}
+    begin = time.monotonic()
+    found = timing.side_by_side(told, ["hangs"], 0.5)
+    assert found == {"hangs": "not done within 0.5 s"}
+    assert time.monotonic() - begin < 30
+    found = timing.side_by_side(told, ["crashes"], 20)
+    assert found["crashes"].startswith("BrokenProcessPool")
+    assert multiprocessing.active_children() == []
