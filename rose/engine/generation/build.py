@@ -135,10 +135,10 @@ def _attention(backend: str, spec: AttentionSpec, found: Found) -> AttentionBack
     """One backend for all loads: a cache is bound to it."""
     if backend != "auto" or spec.layout != "paged":
         return load_backend(backend, spec)
-    reasons = _ruled_out(found.grid)
+    reasons = paged_exclusions(found.grid)
     for name, reason in reasons.items():
         _log.warning("attention backend %s is left out: %s", name, reason)
-    for name in _in_order(found.grid):
+    for name in paged_order(found.grid):
         if name in reasons:
             continue
         ready = try_backend(name, spec)
@@ -153,7 +153,7 @@ def _attention(backend: str, spec: AttentionSpec, found: Found) -> AttentionBack
     raise StartupError(f"attention backend auto does not serve this model: {words}")
 
 
-def _ruled_out(grid: AttentionGrid | None) -> dict[str, str]:
+def paged_exclusions(grid: AttentionGrid | None) -> dict[str, str]:
     """What a profile excludes, with the reason: one that was wrong at a load of it may pass the check at start.
 
     Never the one that all others are measured by: it stays the last resort.
@@ -166,7 +166,7 @@ def _ruled_out(grid: AttentionGrid | None) -> dict[str, str]:
     }
 
 
-def _in_order(grid: AttentionGrid | None) -> tuple[str, ...]:
+def paged_order(grid: AttentionGrid | None) -> tuple[str, ...]:
     """The paged backends of this version, best first: as a profile has them, then those it knows nothing good of."""
     known = paged_backend_names()
     if grid is None:
