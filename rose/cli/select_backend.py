@@ -18,7 +18,9 @@ from rose.cli.shared import Commands, add_command, add_model, add_reading
 from rose.errors import RoseError, StartupError
 
 if TYPE_CHECKING:
+    from rose.attention_backends.base import AttentionSpec
     from rose.cli.selecting import Target
+    from rose.config.profile import Profile
     from rose.select.measure import Options, Result
 
 _SECONDS = 170.0
@@ -87,37 +89,52 @@ def _select(options: argparse.Namespace) -> int:
 
 def _explain(options: argparse.Namespace, target: Target) -> int:
     """Of a profile that is named, whatever device it is of; else of what serves here."""
+    from dataclasses import replace
+
     from rose.cli.selecting import parse_batch
     from rose.config.profile import read_profile
+
+    lengths = parse_batch(options.explain)
+    profile = None if options.profile is None else read_profile(options.profile)
+    for layout in target.layouts:
+        _explain_layout(options, target, replace(target.spec, layout=layout), lengths, profile)
+    return 0
+
+
+def _explain_layout(
+    options: argparse.Namespace, target: Target, spec: AttentionSpec, lengths: list[int], profile: Profile | None
+) -> None:
+    from dataclasses import replace
+
     from rose.config.profile_files import AUTO, find_profile
     from rose.engine.profiles import attention_shape, same_kind, this_machine
-    from rose.select.explain import explain, missing_here
+    from rose.select.explain import explain, explain_generating, missing_here
     from rose.select.told import numbers_told
 
-    lengths, shape = parse_batch(options.explain), attention_shape(target.spec)
-    here = this_machine(target.spec.device)
+    shape, here = attention_shape(spec), this_machine(spec.device)
+    model = None if target.model is None else replace(target.model, attention=shape)
     print(f"{target.name}: {shape}")
-    if options.profile is None:
-        found = find_profile(AUTO, here, shape, target.model)
+    if profile is None:
+        found = find_profile(AUTO, here, shape, model)
         for note in found.notes:
             print(f"rose: {note}", file=sys.stderr)
         grid, numbers, where = found.grid, found.numbers, ", ".join(map(str, found.paths)) or "none"
-        left_out = missing_here(target.spec, grid)
+        left_out = missing_here(spec, grid)
     else:
-        profile = read_profile(options.profile)
         grid = next((grid for grid in profile.grids if grid.shape == shape), None)
-        numbers = next((numbers for numbers in profile.models if numbers.shape == target.model), None)
+        numbers = next((numbers for numbers in profile.models if numbers.shape == model), None)
         where = f"{options.profile}, of {profile.machine.device}"
         where += "" if grid or numbers else "; it holds nothing of this shape"
         # What another GPU cannot run is not known here: there, what its own profile excludes.
         tried_here = same_kind(profile.machine, here)
-        left_out = missing_here(target.spec, grid) if tried_here else dict(grid.excluded) if grid else {}
+        left_out = missing_here(spec, grid) if tried_here else dict(grid.excluded) if grid else {}
     print(f"profile: {where}")
     for line in () if numbers is None else numbers_told(numbers):
         print(f"  {line}")
-    for line in explain(lengths, target.spec.head_dim, grid, left_out):
+    paged = spec.layout == "paged"
+    lines = explain_generating(lengths, grid, left_out) if paged else explain(lengths, spec.head_dim, grid, left_out)
+    for line in lines:
         print(line)
-    return 0
 
 
 def _measure(options: argparse.Namespace, target: Target) -> int:

@@ -23,7 +23,7 @@ from rose.cli.shared import reading, resolve_model
 from rose.config import ModelFolder, read_model_folder
 from rose.config.architecture import read_architecture
 from rose.config.json_file import JsonFile
-from rose.config.profile import ModelShape
+from rose.config.profile import Layout, ModelShape
 from rose.engine.profiles import attention_shape, model_shape
 from rose.errors import StartupError
 from rose.models.base import attention_spec
@@ -43,6 +43,7 @@ class Target:
         model: what its numbers are looked up by; None of heads alone.
         measure: runs all there is to measure of it.
         floor: least µs of a load, where the arithmetic is known.
+        layouts: of its batches where it is served: whole sequences, or steps over pages.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Target:
     model: ModelShape | None = None
     measure: Callable[[Options], Result]
     floor: Floor | None
+    layouts: tuple[Layout, ...] = ("ragged",)
 
 
 def find_target(options: argparse.Namespace, made: Path) -> Target:
@@ -98,7 +100,8 @@ def _of_folder(name: str, path: Path, options: argparse.Namespace, device: torch
     config = json.loads((folder.backbone_path / "config.json").read_text(encoding="utf-8"))
     floor = _model_floor(config) if folder.generation is None and device.type == "cuda" else None
     shape = model_shape(folder.architecture, attention_shape(spec))
-    return Target(name=name, spec=spec, model=shape, measure=measure, floor=floor)
+    layouts: tuple[Layout, ...] = ("ragged",) if folder.generation is None else ("paged",)
+    return Target(name=name, spec=spec, model=shape, measure=measure, floor=floor, layouts=layouts)
 
 
 def _of_language_model(name: str, device: torch.device, dtype: torch.dtype) -> Target:
@@ -119,7 +122,7 @@ def _of_language_model(name: str, device: torch.device, dtype: torch.dtype) -> T
         return measure_generating(architecture, spec, name, limits)
 
     shape = model_shape(architecture, attention_shape(spec))
-    return Target(name=name, spec=spec, model=shape, measure=measure, floor=_heads_floor(spec))
+    return Target(name=name, spec=spec, model=shape, measure=measure, floor=_heads_floor(spec), layouts=("paged",))
 
 
 def _of_heads(text: str, device: torch.device, dtype: torch.dtype, known: str) -> Target:
@@ -146,7 +149,8 @@ def _of_heads(text: str, device: torch.device, dtype: torch.dtype, known: str) -
         runs = measure_heads(spec, limits, paged=spec.causal)
         return heads_result(runs, device, text, limits)
 
-    return Target(name=text.replace("/", "-"), spec=spec, measure=measure, floor=_heads_floor(spec))
+    layouts: tuple[Layout, ...] = ("ragged", "paged") if spec.causal else ("ragged",)
+    return Target(name=text.replace("/", "-"), spec=spec, measure=measure, floor=_heads_floor(spec), layouts=layouts)
 
 
 def _model_floor(config: dict[str, Any]) -> Floor | None:

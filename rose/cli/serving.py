@@ -38,6 +38,8 @@ _ENGINE_LIMITS = {
     "--prefill-tokens": "most tokens of a generating batch; prompts get what running sequences leave of it",
     "--kv-cache-bytes": "memory for keys and values of generating sequences (default: what is left; 1 GiB on the CPU)",
     "--page-size": "tokens a page of it (default: 16)",
+    "--state-cache-bytes": "memory for states of hybrid models kept for prompts that start alike (default: 256 MiB on "
+    "the CPU, none on CUDA)",
 }
 # option -> field of GatewayConfig, type, help. What is not given keeps the field's own default.
 _FRONT_LIMITS: dict[str, tuple[str, type, str]] = {

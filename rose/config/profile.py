@@ -12,12 +12,16 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
 from rose.config.json_file import JsonFile
 
 VERSION = 1
+# Beyond these a file was not measured but damaged: no machine has so many threads, no batch so many tokens.
+MOST_THREADS, MOST_TOKENS = 1 << 13, 1 << 26
+DTYPES = ("float32", "bfloat16", "float16")
 Layout = Literal["ragged", "paged"]
 
 
@@ -225,9 +229,16 @@ def _numbers(file: JsonFile) -> ModelNumbers:
     shape = file.child("shape")
     counts = ("online_tokens", "bulk_tokens", "inflection_tokens", "fine_tokens", "num_threads")
     found: dict[str, Any] = {name: _optional(file, name) for name in counts}
+    for name, value in found.items():
+        most = MOST_THREADS if name == "num_threads" else MOST_TOKENS
+        if value is not None and value > most:
+            raise file.error(f"{name} is {value}, and must be at most {most}")
     online, bulk = found["online_tokens"], found["bulk_tokens"]
     if online is not None and bulk is not None and online > bulk:
         raise file.error(f"online_tokens ({online}) is more than bulk_tokens ({bulk})")
+    fastest = file.text("fastest_dtype") if "fastest_dtype" in file else None
+    if fastest is not None and fastest not in DTYPES:
+        raise file.error(f"fastest_dtype is {fastest!r}, and must be one of {', '.join(DTYPES)}")
     return ModelNumbers(
         shape=ModelShape(
             hidden_size=shape.integer("hidden_size"),
@@ -236,7 +247,7 @@ def _numbers(file: JsonFile) -> ModelNumbers:
             attention=_shape(shape.child("attention")),
         ),
         name=file.text("name"),
-        fastest_dtype=file.text("fastest_dtype") if "fastest_dtype" in file else None,
+        fastest_dtype=fastest,
         **found,
         **{name: _rows(file, name, kinds) for name, kinds in _CURVES.items()},
     )
@@ -260,6 +271,9 @@ def _rows(file: JsonFile, key: str, kinds: tuple[type, ...]) -> Any:
             isinstance(v, (int, float) if k is float else k) for v, k in zip(row, kinds, strict=True)
         ):
             raise file.error(f"{key} holds {row!r}, and its rows are {', '.join(kind.__name__ for kind in kinds)}")
+        for value, kind in zip(row, kinds, strict=True):
+            if (kind is int and value < 0) or (kind is float and not 0 < value < inf):
+                raise file.error(f"{key} holds {row!r}, and {value} is no {'size' if kind is int else 'time'}")
     return tuple(tuple(row) for row in rows)
 
 

@@ -42,6 +42,8 @@ class EngineConfig:
             on the CPU.
         page_size: tokens a page of it.
         prefix_cache: pages are kept for prompts that start alike, as long as nobody else needs them.
+        state_cache_bytes: memory for recurrent states kept beside these pages, which a hybrid model's prompts cannot be
+            found without; 0: 256 MiB on the CPU, and none on CUDA, where it has not been measured.
         profile: path of what `rose select-backend` measured; "auto" looks for a profile of the device, "none" for none.
     """
 
@@ -58,6 +60,7 @@ class EngineConfig:
     kv_cache_bytes: int = 0
     page_size: int = 16
     prefix_cache: bool = True
+    state_cache_bytes: int = 0
     profile: str = "auto"
 
 

@@ -107,6 +107,7 @@ def sampling_of(request: SampledRequest, defaults: Mapping[str, float]) -> Sampl
         ignore_eos=bool(request.ignore_eos),
         min_new_tokens=request.min_tokens or 0,
         logprobs=_logprobs(request),
+        may_be_fewer=asked > 0 and request.max_tokens is None and not isinstance(request, ChatRequest),
         names={**HTTP_NAMES, "max_new_tokens": field, "logprobs": _logprobs_field(request)},
     )
 

@@ -264,7 +264,7 @@ def _room(card: pb.ModelCard, job: GenerateJob, index: int) -> int:
     """New tokens that a prompt's answers may have.
 
     Raises:
-        InvalidInput: none, or fewer than were asked for.
+        InvalidInput: none, or fewer than a caller asked for.
     """
     prompt, asked = len(job.prompts[index]), job.sampling.max_new_tokens
     number = index if job.listed else None
@@ -275,7 +275,7 @@ def _room(card: pb.ModelCard, job: GenerateJob, index: int) -> int:
             param=job.field,
             index=number,
         )
-    if asked > left:
+    if asked > left and not job.sampling.may_be_fewer:
         name = job.sampling.names.get("max_new_tokens", "max_new_tokens")
         raise InvalidInput(
             f"{name} of {asked} behind a prompt of {prompt} tokens; the model takes {card.max_tokens} together, which "
@@ -283,7 +283,7 @@ def _room(card: pb.ModelCard, job: GenerateJob, index: int) -> int:
             param=name,
             index=number,
         )
-    return asked or left
+    return min(asked or left, left)
 
 
 def _renamed(error: RoseError, param: str | None, index: int | None) -> RoseError:

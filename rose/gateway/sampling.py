@@ -37,6 +37,7 @@ class SamplingOptions:
         max_new_tokens: 0 for as many as the model's limit leaves.
         stop: texts that end the answer; for the front, the engine never sees them.
         logprobs: alternatives a token; None for no log probabilities.
+        may_be_fewer: max_new_tokens is a default: where the model's limit leaves less, as many as are left.
         names: field -> what the caller calls it, where that is something else.
     """
 
@@ -51,6 +52,7 @@ class SamplingOptions:
     ignore_eos: bool = False
     min_new_tokens: int = 0
     logprobs: int | None = None
+    may_be_fewer: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, vocab_size: int) -> None:

@@ -3,7 +3,9 @@
 The same switches (trim_blocks, lstrip_blocks), tags (break, continue, generation), functions (raise_exception,
 strftime_now, namespace without underscored names) and `tojson`, so that a template gives the same characters here. A
 template comes with the model, not with a request, so the bounds are there for a template that goes wrong on some
-messages: every loop, call and written piece looks at the clock. Knows jinja2; knows neither messages nor tokens.
+messages: every loop, call and written piece looks at the clock, and whatever makes much of little (growth.py) is asked
+how much before it does. Left out is jinja2's `lipsum`: it writes nonsense for minutes. Knows jinja2; knows neither
+messages nor tokens.
 """
 
 from __future__ import annotations
@@ -23,10 +25,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from rose.gateway import growth
+
 BUDGET = "rose_budget"
 _EACH, _JOINED = "rose_each", "rose_joined"
-# Nothing a template counts is larger than this power.
-MAX_POWER = 64
+# Bits of the largest whole number that a template counts with: time in nanoseconds takes 61.
+MAX_BITS = 4096
+# Characters of a block or macro that is put together before the budget sees it; a model's own limit is far below.
+MAX_BLOCK = 1 << 26
 _SIZED = (str, list, tuple)
 
 
@@ -86,25 +92,34 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     """Makes templates: `from_string`, then `write`."""
 
     # What makes much of little; the operands are looked at first.
-    intercepted_binops = frozenset({"*", "**", "+"})
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock])
         self.filters["tojson"] = _tojson
+        for name, growing in growth.FILTERS.items():
+            self.filters[name] = _bounded(growing, self.filters[name])
+        del self.globals["lipsum"]
         self.filters[_EACH], self.filters[_JOINED] = _each, _joined
         self.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now, "namespace": _Namespace}
 
     def call(self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget = _budget(__context)
         budget.tick()
+        if (size := growth.of_method(__obj, args, kwargs)) is not None:
+            budget.check(size)
         found = super().call(__context, __obj, *args, **kwargs)
         if isinstance(found, str):
             budget.check(len(found))
         return found
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and isinstance(right, int) and right > MAX_POWER:
-            raise SecurityError(f"a power of {right} is more than a template needs")
+        if isinstance(left, int) and isinstance(right, int) and operator in ("*", "**"):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > MAX_BITS:
+                raise SecurityError(f"a whole number of {bits} bits is more than a template needs")
+        if operator == "%" and isinstance(left, str):
+            _budget(context).check(growth.of_percent(left, right))
         if operator == "*":
             for sized, times in ((left, right), (right, left)):
                 if isinstance(sized, _SIZED) and isinstance(times, int):
@@ -112,6 +127,14 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if operator == "+" and isinstance(left, _SIZED) and isinstance(right, _SIZED):
             _budget(context).check(len(left) + len(right))
         return super().call_binop(context, operator, left, right)
+
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        """What jinja2 puts a block or a macro together with."""
+        texts = list(parts)
+        if sum(map(len, texts)) > MAX_BLOCK:
+            raise OverBudget(f"it makes more than {MAX_BLOCK} characters")
+        return "".join(texts)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         watched: nodes.Template = _Watched().visit(super()._parse(source, name, filename))
@@ -191,6 +214,25 @@ def _joined(context: Context, parts: list[Any]) -> str:
     texts = [str(part) for part in parts]
     _budget(context).check(sum(map(len, texts)))
     return "".join(texts)
+
+
+def _bounded(growing: growth.Growing, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that is asked how large it gets before it does."""
+    takes = getattr(plain, "jinja_pass_arg", None)
+
+    @pass_context
+    def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        budget = _budget(context)
+        budget.tick()
+        value, size = growing(context, value, *args, **kwargs)
+        budget.check(size)
+        if takes is None:
+            return plain(value, *args, **kwargs)
+        return plain(
+            {"eval_context": context.eval_ctx, "environment": context.environment}[takes.name], value, *args, **kwargs
+        )
+
+    return bounded
 
 
 def _budget(context: Context) -> Budget:

@@ -8,11 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from rose.attention_backends.auto import AutoBackend, spec_for
-from rose.attention_backends.base import AttentionBackend, AttentionSpec, backend_names, try_backend
-from rose.attention_backends.choose import Load, choose, nearest, rank
+from rose.attention_backends.base import (
+    AttentionBackend,
+    AttentionSpec,
+    backend_names,
+    paged_backend_names,
+    try_backend,
+)
+from rose.attention_backends.choose import Load, best_overall, choose, nearest, rank
 from rose.config import EngineConfig
-from rose.config.profile import AttentionGrid, AttentionShape, Machine
+from rose.config.profile import AttentionGrid, AttentionShape, Machine, Point
 from rose.config.profile_files import Found
+from rose.engine.generation.build import paged_exclusions, paged_order
 from rose.errors import InternalError
 from rose.select.grid import bound_of
 
@@ -85,19 +92,51 @@ def explain(lengths: list[int], head_dim: int, grid: AttentionGrid | None, left_
     for place in rank(head_dim, load, points):
         if choice is not None and place.backend == choice.backend:
             continue
-        us = None if point is None else point.us.get(place.backend)
-        cost = "not measured" if us is None else f"{us:.0f} µs, spread {_spread(point, place.backend)}"
-        why = f"; left out: {left_out[place.backend]}" if place.backend in left_out else ""
-        yield f"  otherwise {place.backend}: {cost}{why}"
+        yield _otherwise(place.backend, point, left_out)
+
+
+def explain_generating(lengths: list[int], grid: AttentionGrid | None, left_out: dict[str, str]) -> Iterator[str]:
+    """The same of a step of generating, whose sequences have so many tokens in the cache."""
+    load = load_of(lengths)
+    count = "1 sequence" if load.sequences == 1 else f"{load.sequences} sequences"
+    yield f"a step of generating: {count}, {load.tokens} tokens in the cache, longest up to {load.max_length}"
+    names = paged_order(grid)
+    chosen = next((name for name in names if name not in left_out), None)
+    points = () if grid is None else grid.points
+    if chosen is None:
+        yield "  no backend is left to serve it"
+    elif chosen in best_overall(points):
+        place = "fastest" if chosen == best_overall(points)[0] else "next best"
+        yield f"  {chosen}: {place} over {len(points)} measured steps; a cache is bound to one backend for all batches"
+    else:
+        yield f"  {chosen}: first in the order of preference; a cache is bound to one backend for all batches"
+    point = nearest(points, load)
+    if point is None:
+        yield "  no step was measured within a factor of two of it"
+    elif chosen is not None and chosen in point.us:
+        yield f"  measured at {point.name}: {point.us[chosen]:.0f} µs, spread {_spread(point, chosen)}"
+    yield from (_otherwise(name, point, left_out) for name in names if name != chosen)
 
 
 def missing_here(spec: AttentionSpec, grid: AttentionGrid | None) -> dict[str, str]:
     """Backends that cannot serve on this machine, with the reason; what a profile excludes among them."""
-    found = {name: try_backend(name, spec_for(name, spec)) for name in backend_names()}
+    if spec.layout == "paged":
+        found = {name: try_backend(name, spec) for name in paged_backend_names()}
+        excluded = paged_exclusions(grid)
+    else:
+        found = {name: try_backend(name, spec_for(name, spec)) for name in backend_names()}
+        excluded = {} if grid is None else dict(grid.excluded)
     missing = {name: reason for name, reason in found.items() if isinstance(reason, str)}
-    return {**missing, **({} if grid is None else grid.excluded)}
+    return {**missing, **excluded}
 
 
-def _spread(point: object, backend: str) -> str:
-    spread = getattr(point, "spread_us", {}).get(backend)
+def _otherwise(backend: str, point: Point | None, left_out: dict[str, str]) -> str:
+    us = None if point is None else point.us.get(backend)
+    cost = "not measured" if point is None or us is None else f"{us:.0f} µs, spread {_spread(point, backend)}"
+    why = f"; left out: {left_out[backend]}" if backend in left_out else ""
+    return f"  otherwise {backend}: {cost}{why}"
+
+
+def _spread(point: Point, backend: str) -> str:
+    spread = point.spread_us.get(backend)
     return "unknown" if spread is None else f"{spread:.1f} µs"

@@ -56,6 +56,8 @@ def generation_table(card: pb.ModelCard, folder: ModelFolder, limits: Generation
     assert generation is not None
     room = (limits.num_pages - 1) * limits.page_size
     reuse = "prompts that start alike share pages" if limits.prefix_cache else "no pages are shared"
+    if limits.saved_states:
+        reuse += f", as far as one of {limits.saved_states} states is kept behind them"
     rows = [
         ("model", f"{card.model}, {card.architecture}, from {folder.path}"),
         ("address", address),

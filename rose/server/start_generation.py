@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 # Budgets of EngineConfig that mean something to one kind of model only.
 EMBEDDING_ONLY = ("online_tokens", "bulk_tokens", "max_sequences")
-GENERATING_ONLY = ("max_running", "prefill_tokens", "kv_cache_bytes", "page_size", "prefix_cache")
+GENERATING_ONLY = ("max_running", "prefill_tokens", "kv_cache_bytes", "page_size", "prefix_cache", "state_cache_bytes")
 # A CPU computes a chunk of so many tokens in some tenths of a second for a model of a few hundred million parameters,
 # and every running sequence waits for it.
 CPU_PREFILL_TOKENS = 512

@@ -25,6 +25,7 @@ from rose.server.__main__ import build_parser as engine_parser
 from rose.server.profile import profile_of_folder
 from rose.server.run import fit_budgets
 from tests.support.tiny_checkpoints import tiny_bert
+from tests.support.tiny_language_models import tiny_lm
 
 
 @pytest.fixture
@@ -139,6 +140,25 @@ def test_explaining_a_shipped_profile_measures_nothing(cache, capsys) -> None:
     assert cli.main([*arguments, "--explain", "37+128+1+300+64"]) == 0
     assert "5 sequences, 530 tokens, longest up to 512" in capsys.readouterr().out
     assert not cache.exists()
+
+
+def test_explaining_a_model_that_generates_tells_of_steps_over_pages(cache, tmp_path, capsys) -> None:
+    folder = tiny_lm(tmp_path / "lm", "qwen3")
+    assert cli.main(["select-backend", str(folder), "--explain", "8x1000"]) == 0
+    told = capsys.readouterr().out
+    assert "causal, paged" in told
+    assert "a step of generating: 8 sequences, 8000 tokens in the cache" in told
+    assert "  torch_paged: first in the order of preference" in told
+    assert "otherwise triton_paged: not measured; left out: needs a CUDA device" in told
+    assert "torch_sdpa" not in told, "which serves whole sequences only"
+    assert cli.main(["select-backend", str(folder), "--task", "embed", "--pooling", "mean", "--explain", "8x100"]) == 0
+    told = capsys.readouterr().out
+    assert "  torch_sdpa: next in the fall-back order" in told
+    assert "paged" not in told
+    assert cli.main(["select-backend", "--shape", "4/2x64:causal", "--explain", "8x1000"]) == 0
+    told = capsys.readouterr().out
+    assert "torch_sdpa" in told
+    assert "torch_paged" in told
 
 
 def test_explaining_what_serves_here(cache, model, capsys) -> None:

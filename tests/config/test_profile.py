@@ -78,6 +78,11 @@ def changed(tmp_path: Path, edit) -> Path:
         (lambda d: d["grids"][0]["shape"].update(layout="square"), "layout is 'square'"),
         (lambda d: d["models"][0].update(online_tokens=99999), "online_tokens (99999) is more than bulk_tokens"),
         (lambda d: d["models"][0].update(saturation=[[1, 2, 3]]), "saturation holds [1, 2, 3]"),
+        (lambda d: d["models"][0].update(saturation=[[64, float("nan")]]), "and nan is no time"),
+        (lambda d: d["models"][0].update(saturation=[[-4, 5.0]]), "and -4 is no size"),
+        (lambda d: d["models"][0].update(num_threads=10**9), "num_threads is 1000000000, and must be at most"),
+        (lambda d: d["models"][0].update(bulk_tokens=10**12), "bulk_tokens is 1000000000000, and must be at most"),
+        (lambda d: d["models"][0].update(fastest_dtype="float7"), "fastest_dtype is 'float7', and must be one of"),
         (lambda d: d["products"].update({"linear:1x1": []}), "holds a list where an object is expected"),
     ],
 )

@@ -358,6 +358,16 @@ def test_the_number_of_the_prompt_that_is_too_long(tiny):
     assert error_of(tiny.complete(["x", ""]))["index"] == 1
 
 
+def test_a_length_that_nobody_asked_for_refuses_nothing(tiny):
+    """16 tokens are the default of the route; near the model's end it is what is left, prompt by prompt."""
+    prompts = [[5], [5] * (MAX_TOKENS - 1), [5] * (MAX_TOKENS - 3)]
+    assert tiny.complete(prompts, max_tokens=None).status_code == 200
+    assert sorted(request.sampling.max_new_tokens for request in tiny.engine.generated) == [1, 3, 16]
+    error = error_of(tiny.complete([5] * (MAX_TOKENS - 3), max_tokens=16))
+    assert (error["param"], "which leaves 3" in error["message"]) == ("max_tokens", True)
+    assert error_of(tiny.complete([5] * MAX_TOKENS, max_tokens=None))["param"] == "prompt"
+
+
 def test_metrics_of_generation(tiny):
     before = {
         name: tiny.live.metric(name) for name in ("rose_generated_tokens_total", "rose_first_token_seconds_count")

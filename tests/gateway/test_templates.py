@@ -235,7 +235,34 @@ def test_what_the_template_says_is_wrong_is_told(thinking):
         ("{% macro f(n) %}{% for i in range(n) %}{{ f(n - 1) }}{% endfor %}{% endmacro %}{{ f(60) }}", "longer"),
         ("{% for i in range(9999) %}abc{% endfor %}", "1000 characters"),
         ("{{ 'a' * 10**9 }}", "1000 characters"),
-        ("{{ 9 ** 999999999 }}", "power"),
+        ("{{ 9 ** 999999999 }}", "bits"),
+        ("{{ (((9 ** 64) ** 64) ** 64) ** 64 }}", "bits"),
+        ("{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}", "bits"),
+        ("{{ 'a'.ljust(10**9) }}", "1000 characters"),
+        ("{{ 'a'.zfill(10**9) }}", "1000 characters"),
+        ("{{ '\t'.expandtabs(10**9) }}", "1000 characters"),
+        ("{{ '%1000000000d' % 5 }}", "1000 characters"),
+        ("{{ '%*d' % (10**9, 5) }}", "1000 characters"),
+        ("{{ '{:>1000000000}'.format('a') }}", "1000 characters"),
+        ("{{ '{:>{w}}'.format('a', w=10**9) }}", "1000 characters"),
+        ("{{ '{:>{}}'.format('a', 10**9) }}", "1000 characters"),
+        ("{{ '{0:>{1}}'.format('a', 10**9) }}", "1000 characters"),
+        ("{{ '{a:>{b}}'.format_map({'a': 1, 'b': 10**9}) }}", "1000 characters"),
+        ("{{ ('a' * 900).replace('a', 'b' * 900) }}", "1000 characters"),
+        ("{{ 'x'.join(['y' * 900] * 900) }}", "1000 characters"),
+        ("{{ 'a'.translate({97: 'b' * 900 * 900}) }}", "1000 characters"),
+        ("{{ 'a'|center(10**9) }}", "1000 characters"),
+        ("{{ ('\n' * 900)|indent(900) }}", "1000 characters"),
+        ("{{ [[]]|tojson(indent=10**9) }}", "1000 characters"),
+        ("{{ range(3)|slice(10**9)|list }}", "1000 characters"),
+        ("{{ [1]|batch(10**9, 'x')|list }}", "1000 characters"),
+        ("{{ '%*d'|format(10**9, 5) }}", "1000 characters"),
+        ("{{ ('a' * 900)|replace('a', 'b' * 900) }}", "1000 characters"),
+        ("{{ (['a' * 900] * 900)|join }}", "1000 characters"),
+        ("{{ ([{'a': 'b' * 900}] * 900)|join(attribute='a') }}", "1000 characters"),
+        ("{{ ['a' * 900]|map('center', 10**9)|list }}", "1000 characters"),
+        ("{{ ('a' * 900)|wordwrap(1, true, 'b' * 900) }}", "1000 characters"),
+        ("{{ lipsum(n=10000, max=10000) }}", "UndefinedError"),
         (DOUBLING.replace("OP", "~"), "1000 characters"),
         (DOUBLING.replace("OP", "+"), "1000 characters"),
     ],
@@ -246,6 +273,38 @@ def test_templates_that_go_wrong_are_an_error_of_the_request(source, words, tmp_
         render(source, tmp_path=tmp_path)
     assert refused.value.param == "messages"
     assert time.monotonic() - started < 3.0
+
+
+def test_a_block_is_put_together_within_bounds(tmp_path):
+    """What is captured is not written, and no budget sees its pieces."""
+    source = (
+        "{% set b = 'a' * 90000 %}{% set x %}{% for i in range(90000) %}{{ b }}{% endfor %}{% endset %}{{ x|length }}"
+    )
+    with pytest.raises(InvalidInput, match="67108864 characters"):
+        render(source, tmp_path=tmp_path, max_chars=100_000, seconds=5)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ 'a'.ljust(4) }}|{{ 'a'.center(3) }}|{{ '7'.zfill(3) }}|{{ 'a\tb'.expandtabs(2) }}", "a   | a |007|a b"),
+        ("{{ '%05.1f|%s' % (3.14159, 'a') }}|{{ '%s-%s'|format('a', 1) }}", "003.1|a|a-1"),
+        ("{{ '{:>{w}}|{}'.format('a', 1796084361123, w=3) }}", "  a|1796084361123"),
+        (
+            "{{ ['a', 'b']|join(', ') }}|{{ ', '.join(['a', 'b']) }}|{{ messages|join('', attribute='role') }}",
+            "a, b|a, b|user",
+        ),
+        ("{{ [1, 2, 3]|batch(2)|list }}|{{ [1, 2, 3]|slice(2)|list }}", "[[1, 2], [3]]|[[1, 2], [3]]"),
+        ("{{ messages|map(attribute='role')|join('-') }}", "user"),
+        ("{{ 'a\nb'|indent(2) }}|{{ 'a\nb'|indent('> ', true) }}", "a\n  b|> a\n> b"),
+        ("{{ {'a': [1]}|tojson(indent=2) }}", '{\n  "a": [\n    1\n  ]\n}'),
+        ("{{ 'ab'.replace('a', 'c') }}|{{ 'aab'|replace('a', 'c', 1) }}|{{ 'ab'|center(4) }}", "cb|cab| ab "),
+        ("{{ 'a b c'|wordwrap(3) }}", "a b\nc"),
+        ("{{ 7 * 6 }}|{{ 2 ** 10 }}|{{ 7 % 4 }}|{{ 1.5 * 2 }}", "42|1024|3|3.0"),
+    ],
+)
+def test_what_grows_within_bounds_is_as_always(source, expected, tmp_path):
+    assert render(source, tmp_path=tmp_path) == expected
 
 
 @pytest.mark.parametrize(

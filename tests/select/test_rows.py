@@ -14,7 +14,7 @@ from rose.attention_backends.auto import AutoBackend
 from rose.config import EngineConfig
 from rose.config.profile import AttentionGrid, Machine, ModelNumbers, ModelShape, Point, Profile
 from rose.config.profile_files import Found
-from rose.select.explain import explain, hint, usage
+from rose.select.explain import explain, explain_generating, hint, usage
 from rose.select.grid import GridLoad
 from rose.select.plots import draw
 from rose.select.report import write_report
@@ -102,6 +102,33 @@ def test_explaining_tells_of_the_others() -> None:
     assert far[1].startswith("  flash_attention4: one or few long sequences")
     everything = dict.fromkeys(("triton_short", "flash_attention4", "flashinfer3", "flashinfer2", "torch_sdpa"), "no")
     assert "  no backend is left to serve it" in list(explain([512], 64, grid, everything))
+
+
+def test_explaining_a_step_of_generating() -> None:
+    points = (
+        Point(tokens=128, sequences=1, max_length=128, us={"triton_paged": 10.0, "torch_paged": 9.0}),
+        Point(tokens=65536, sequences=64, max_length=1024, us={"triton_paged": 10.0, "torch_paged": 90.0}),
+    )
+    grid = AttentionGrid(shape=replace(SHAPE, layout="paged", causal=True), points=points)
+    lines = list(explain_generating([1024] * 64, grid, {"flashinfer_paged": "not installed"}))
+    assert lines == [
+        "a step of generating: 64 sequences, 65536 tokens in the cache, longest up to 1024",
+        "  triton_paged: fastest over 2 measured steps; a cache is bound to one backend for all batches",
+        "  measured at 64 x 1024: 10 µs, spread unknown",
+        "  otherwise torch_paged: 90 µs, spread unknown",
+        "  otherwise flashinfer_paged: not measured; left out: not installed",
+    ]
+    lines = list(explain_generating([128], grid, {"triton_paged": "gone", "flashinfer_paged": "gone"}))
+    assert lines[1:3] == [
+        "  torch_paged: next best over 2 measured steps; a cache is bound to one backend for all batches",
+        "  measured at 1 x 128: 9 µs, spread unknown",
+    ]
+    assert "  otherwise triton_paged: 10 µs, spread unknown; left out: gone" in lines
+    plain = list(explain_generating([7], None, {"triton_paged": "needs a GPU", "flashinfer_paged": "needs a GPU"}))
+    assert plain[1].startswith("  torch_paged: first in the order of preference")
+    assert plain[2] == "  no step was measured within a factor of two of it"
+    everything = dict.fromkeys(("triton_paged", "flashinfer_paged", "torch_paged"), "no")
+    assert "  no backend is left to serve it" in list(explain_generating([7], None, everything))
 
 
 def auto_of(*names: str) -> AutoBackend:

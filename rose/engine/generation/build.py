@@ -41,6 +41,10 @@ _log = logging.getLogger(__name__)
 # activations, logits and attention's workspace.
 FREE_SHARE = 0.85
 CPU_CACHE_BYTES = 1 << 30
+CPU_STATE_BYTES = 1 << 28
+# Tokens between two states of one sequence that are kept. A prompt's last chunk is cut for one, which costs a step of
+# decoding; below some hundred tokens, computing again in the same batch takes no longer.
+STATE_TOKENS = 256
 # Plain torch, on which the others fall back: where it is wrong, so is the model's every product.
 TRUTH = "torch_paged"
 
@@ -91,7 +95,8 @@ def build_generation_engine(
     if config.max_in_flight > MAX_IN_FLIGHT:
         raise StartupError(f"max_in_flight is at most {MAX_IN_FLIGHT}, not {config.max_in_flight}")
     lanes = config.max_running + 1
-    states = None if model.recurrent is None else StatePools(model.recurrent, lanes, dtype, device)
+    saved = _saved_states(model, config, device, dtype)
+    states = None if model.recurrent is None else StatePools(model.recurrent, lanes + saved, dtype, device)
     limits = GenerationLimits(
         vocab_size=model.vocab_size,
         max_tokens=min(model.max_tokens, config.max_tokens),
@@ -99,7 +104,9 @@ def build_generation_engine(
         num_pages=_pages(model, spec, config),
         max_running=config.max_running,
         batch_tokens=config.prefill_tokens,
-        prefix_cache=config.prefix_cache and states is None,
+        prefix_cache=config.prefix_cache and (states is None or saved > 0),
+        saved_states=saved,
+        state_tokens=STATE_TOKENS,
     )
     check_limits(limits)
     cache = KVCache(
@@ -128,10 +135,10 @@ def _attention(backend: str, spec: AttentionSpec, found: Found) -> AttentionBack
     """One backend for all loads: a cache is bound to it."""
     if backend != "auto" or spec.layout != "paged":
         return load_backend(backend, spec)
-    reasons = _ruled_out(found.grid)
+    reasons = paged_exclusions(found.grid)
     for name, reason in reasons.items():
         _log.warning("attention backend %s is left out: %s", name, reason)
-    for name in _in_order(found.grid):
+    for name in paged_order(found.grid):
         if name in reasons:
             continue
         ready = try_backend(name, spec)
@@ -146,7 +153,7 @@ def _attention(backend: str, spec: AttentionSpec, found: Found) -> AttentionBack
     raise StartupError(f"attention backend auto does not serve this model: {words}")
 
 
-def _ruled_out(grid: AttentionGrid | None) -> dict[str, str]:
+def paged_exclusions(grid: AttentionGrid | None) -> dict[str, str]:
     """What a profile excludes, with the reason: one that was wrong at a load of it may pass the check at start.
 
     Never the one that all others are measured by: it stays the last resort.
@@ -159,7 +166,7 @@ def _ruled_out(grid: AttentionGrid | None) -> dict[str, str]:
     }
 
 
-def _in_order(grid: AttentionGrid | None) -> tuple[str, ...]:
+def paged_order(grid: AttentionGrid | None) -> tuple[str, ...]:
     """The paged backends of this version, best first: as a profile has them, then those it knows nothing good of."""
     known = paged_backend_names()
     if grid is None:
@@ -192,6 +199,25 @@ def _pages(model: GenerativeModel, spec: AttentionSpec, config: EngineConfig) ->
             " least"
         )
     return pages
+
+
+def _saved_states(model: GenerativeModel, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> int:
+    """Rows of recurrent state to be found again by prompts that start alike; no more than all running sequences could
+    ever save, and as many again."""
+    if model.recurrent is None:
+        if config.state_cache_bytes:
+            raise StartupError("state_cache_bytes: this model keeps no recurrent state; leave it out")
+        return 0
+    if not config.prefix_cache:
+        return 0
+    row = StatePools.row_bytes(model.recurrent, dtype)
+    asked = config.state_cache_bytes
+    if 0 < asked < row:
+        raise StartupError(f"state_cache_bytes of {asked}: one state of this model takes {row} bytes")
+    longest = min(model.max_tokens, config.max_tokens)
+    useful = 2 * config.max_running * max(1, longest // STATE_TOKENS)
+    default = CPU_STATE_BYTES if device.type == "cpu" else 0
+    return min((asked or default) // row, useful)
 
 
 def _default_bytes(device: torch.device, config: EngineConfig) -> int:

@@ -29,7 +29,7 @@ from rose.engine.generation.metrics import GenerationMetrics
 from rose.engine.generation.request import GenerateRequest, GenerationStep, NewToken
 from rose.engine.generation.sampler import Drawn, read_drawn
 from rose.engine.generation.scheduler import GenerationScheduler
-from rose.engine.generation.sequence import BatchPlan, Chunk
+from rose.engine.generation.sequence import BatchPlan, Chunk, state_copies
 from rose.engine.generation.staging import GenerationStaging, Staged
 from rose.engine.graphs import LazyGraphs
 from rose.engine.pipeline import Pipeline
@@ -215,7 +215,7 @@ class GenerationEngine:
 
     def counters(self) -> dict[str, int]:
         """Counters since start, and how much waits, runs and is in use now."""
-        scheduler, pages = self._scheduler, self._scheduler.pages
+        scheduler, pages, states = self._scheduler, self._scheduler.pages, self._scheduler.states
         return {
             **asdict(self.metrics),
             **asdict(scheduler.metrics),
@@ -228,6 +228,8 @@ class GenerationEngine:
             "pages_used": pages.total - pages.available,
             "pages_cached": pages.cached,
             "pages_total": pages.total,
+            "states_saved": len(states),
+            "states_total": states.count,
         }
 
     def decode_keys(self, longest: int, draws: Iterable[Draw]) -> list[GenerationKey]:
@@ -292,18 +294,22 @@ class GenerationEngine:
         try:
             staged = self._staging.write(self._next_slot(), plan)
             seconds = self._pipeline.expect(staged.key)
-            ticket = self._launch(staged, seconds)
+            ticket = self._launch(staged, seconds, plan)
         except Exception as error:  # noqa: BLE001  it concerns this batch only, and is dealt with when its turn comes
             seconds, ticket = None, DoneTicket.failed(error)
         else:
             self._count(plan, staged)
         self._flights.append(_Flight(ticket, plan, seconds, now))
 
-    def _launch(self, staged: Staged, seconds: float | None = None) -> Ticket[Rows]:
+    def _launch(self, staged: Staged, seconds: float | None = None, plan: BatchPlan | None = None) -> Ticket[Rows]:
         forward = GenerationForward(self._side, staged)
+        resumes, saves = state_copies(plan)
 
         def run() -> Rows:
+            # On the batch's stream, outside its graph: rows differ from batch to batch.
+            self._side.copy_states(resumes)
             outputs = self.graphs.run(staged.key, staged.packed, forward)
+            self._side.copy_states(saves)
             return self._host_rows.copy(staged.slot, outputs[DRAWN], staged.rows)
 
         ticket = self._executor.launch(run, expected_seconds=seconds)

@@ -5,6 +5,7 @@ Knows the model, its backend and the buffers that stay on the device; knows neit
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +45,12 @@ class DeviceSide:
     states: StatePools | None
     page_size: int
     vocab_limit: int
+
+    def copy_states(self, rows: Iterable[tuple[int, int]]) -> None:
+        """Queue copies (from, to) between rows of the pools."""
+        for source, target in rows:
+            assert self.states is not None  # a scheduler without saved states plans none
+            self.states.copy(source, target)
 
 
 class GenerationForward:

@@ -21,8 +21,12 @@ class GenerationLimits:
         num_pages: pages of the cache; page 0 is nobody's, so one less can be used.
         max_running: most sequences that have a lane; lanes are 1 .. max_running.
         batch_tokens: most tokens of a batch. What decoding sequences leave of it goes to prompts.
-        prefix_cache: pages are found again by what they hold. Must be off for a model with recurrent state: its pages
-            alone do not say how to go on after them.
+        prefix_cache: pages are found again by what they hold. Must be off for a model with recurrent state and no
+            `saved_states`: its pages alone do not say how to go on after them.
+        saved_states: rows that hold such states behind beginnings that may come again: max_running + 1 and on. Then
+            pages are found as far as a state behind them is. 0 for a model that has none.
+        state_tokens: a state is saved no sooner than so many tokens after the last one of its sequence: shorter
+            beginnings are computed again more quickly than they are found.
     """
 
     vocab_size: int
@@ -32,6 +36,8 @@ class GenerationLimits:
     max_running: int = 64
     batch_tokens: int = 2048
     prefix_cache: bool = True
+    saved_states: int = 0
+    state_tokens: int = 256
 
     @property
     def longest(self) -> int:
@@ -46,7 +52,16 @@ class GenerationLimits:
 
 def check_limits(limits: GenerationLimits) -> None:
     """Raises StartupError naming the first number that cannot work."""
-    least = {"vocab_size": 1, "max_tokens": 2, "page_size": 1, "num_pages": 2, "max_running": 1, "batch_tokens": 2}
+    least = {
+        "vocab_size": 1,
+        "max_tokens": 2,
+        "page_size": 1,
+        "num_pages": 2,
+        "max_running": 1,
+        "batch_tokens": 2,
+        "saved_states": 0,
+        "state_tokens": 1,
+    }
     for name, smallest in least.items():
         if getattr(limits, name) < smallest:
             raise StartupError(f"{name} must be at least {smallest}, not {getattr(limits, name)}")

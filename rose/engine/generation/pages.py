@@ -165,10 +165,20 @@ class PagePool:
                     self._kept[page] = None
 
     def keep(self, page: int, digest: bytes) -> None:
-        """Let a full page be found by its digest. Where another page holds the same already, that one stays."""
-        if self._reuse and self._digest[page] is None and digest not in self._by_digest:
-            self._digest[page] = digest
-            self._by_digest[digest] = page
+        """Let a full page that somebody holds be found by its digest.
+
+        Where another page holds the same already that one stays, unless nobody holds it: then it would be given up for
+        room while this one is still there.
+        """
+        if not self._reuse or self._digest[page] is not None:
+            return
+        other = self._by_digest.get(digest)
+        if other is not None:
+            if self._holders[other]:
+                return
+            self.forget([other])
+        self._digest[page] = digest
+        self._by_digest[digest] = page
 
     def forget(self, pages: Sequence[int]) -> None:
         """Let nobody find these pages any more; whoever holds them goes on."""

@@ -8,11 +8,12 @@ whoever gets it uses it in a later batch. Plain Python; knows neither who waits 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rose.engine.generation.limits import GenerationLimits
 from rose.engine.generation.pages import PagePool
-from rose.engine.generation.sequence import Chunk, Sequence, State
+from rose.engine.generation.saved_states import SavedStates
+from rose.engine.generation.sequence import BatchPlan, Chunk, Sequence, State, StateSave
 
 # Pages left free when a sequence starts beside others: one for each running one, so that all can go on for a while,
 # and at least this share of the cache.
@@ -29,6 +30,7 @@ class Running:
 
     Attributes:
         pages: the cache's pages.
+        states: rows of recurrent state behind beginnings that may come again.
     """
 
     def __init__(self, limits: GenerationLimits) -> None:
@@ -40,6 +42,11 @@ class Running:
         self._drained: dict[int, Sequence] = {}
         self._spent: list[Sequence] = []
         self._lanes = list(range(limits.max_running, 0, -1))
+        self.states = SavedStates(limits.max_running + 1, limits.saved_states)
+        # Of the batch that is planned now.
+        self._resumes: list[tuple[int, int]] = []
+        self._saves: list[StateSave] = []
+        self._cut: set[int] = set()
 
     def __len__(self) -> int:
         """Sequences that have tokens left to plan."""
@@ -74,6 +81,7 @@ class Running:
         for sequence in self._spent:
             self._release_lane(sequence)
         self._spent.clear()
+        self._cut.clear()
 
     def grow(self) -> list[Sequence]:
         """A page for every decoding sequence that has filled its last one.
@@ -115,6 +123,9 @@ class Running:
             sequence.in_flight += 1
             if drawn == sequence.max_length:
                 last.append(sequence)
+        if self.states:
+            for chunk in chunks:
+                self._save(chunk.sequence, decoded=True)
         for sequence in last:
             del self._decoding[sequence.serial]
             self._drain(sequence)
@@ -126,14 +137,23 @@ class Running:
         for sequence in self._prefilling if only is None else (only,):
             if budget <= 0:
                 break
+            if sequence.serial in self._cut:
+                continue
             left = sequence.known - sequence.computed
             length = min(budget, left)
+            if self.states:
+                length = self._until_saved(sequence, length)
             chunks.append(Chunk(sequence, sequence.computed, length, samples=length == left))
             budget -= length
             sequence.computed += length
             sequence.in_flight += 1
+            if self.states:
+                self._resume(sequence)
+                self._save(sequence, decoded=False)
             if length == left:
                 done.append(sequence)
+            else:
+                self._cut.add(sequence.serial)
         for sequence in done:
             self._prefilling.remove(sequence)
             sequence.drawn += 1
@@ -150,6 +170,9 @@ class Running:
             return None
         # At least the last token is computed, and into a page of its own: full pages are never written to.
         found = self.pages.match(sequence.ids, sequence.digests, (sequence.known - 1) // self._page_size)
+        if self.states:
+            while found and sequence.digests[len(found) - 1] not in self.states:
+                found.pop()
         missing = self._limits.pages_for(sequence.known) - len(found) + self._headroom(len(self))
         return found if self.pages.available_beside(found) >= missing else None
 
@@ -166,7 +189,9 @@ class Running:
         sequence.pages = found + self.pages.take(total - len(found))
         sequence.capacity = total * self._page_size
         sequence.kept = len(found)
-        sequence.computed = len(found) * self._page_size
+        sequence.computed = sequence.saved = len(found) * self._page_size
+        if self.states and found:
+            sequence.resumes = self.states.want(sequence.digests[len(found) - 1])
         if sequence.preemptions == 0:
             sequence.cached_tokens = sequence.computed
         sequence.lane = self._lanes.pop()
@@ -190,6 +215,9 @@ class Running:
             self._prefilling.remove(sequence)
         self._release_pages(sequence)
         self._release_lane(sequence)
+        if sequence.resumes:
+            self.states.unwant(sequence.resumes)
+            sequence.resumes = 0
 
     def aged(self) -> None:
         """The rank of a sequence has changed."""
@@ -202,6 +230,70 @@ class Running:
             digest = self.pages.digest_of(sequence.ids, sequence.digests, index)
             self.pages.keep(sequence.pages[index], digest)
         sequence.kept = full
+
+    def planned(self, plan: BatchPlan) -> None:
+        """Hand a plan the states to copy before and after it."""
+        plan.resumes, self._resumes = self._resumes, []
+        plan.saves, self._saves = self._saves, []
+
+    def settle(self, saves: Iterable[StateSave]) -> None:
+        """Offer the states that a batch left behind: it has ended well. Not those of sequences that have ended, or
+        whose tokens mean nothing."""
+        for save in saves:
+            sequence = save.sequence
+            if sequence.finished or sequence.void:
+                self.states.give_back(save.row)
+                continue
+            digest = self._digest(sequence, save.tokens)
+            kept = self.states.keep(save.row, digest)
+            if save.decoded and kept:
+                # Of a text that grows only its latest state is worth a row.
+                if sequence.latest_state is not None:
+                    self.states.forget([sequence.latest_state])
+                sequence.latest_state = digest
+
+    def unsettle(self, saves: Iterable[StateSave]) -> None:
+        """Their batch has failed."""
+        for save in saves:
+            self.states.give_back(save.row)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Let nobody find what a sequence has computed."""
+        self.pages.forget(sequence.pages)
+        self.states.forget(sequence.digests)
+
+    def _until_saved(self, sequence: Sequence, length: int) -> int:
+        """Tokens of a chunk of up to `length`: fewer where it can end with a page, behind which a state is worth
+        saving. That of the last token is nobody's to find: one token at least is always computed."""
+        size, start = self._page_size, sequence.computed
+        end = min((start + length) // size, (sequence.known - 1) // size) * size
+        worth = end > start and end - sequence.saved >= self._limits.state_tokens
+        return end - start if worth and self._digest(sequence, end) not in self.states else length
+
+    def _save(self, sequence: Sequence, *, decoded: bool) -> None:
+        """Plan to keep the state that a sequence has behind the batch planned now, if that is worth it."""
+        tokens = sequence.computed
+        if tokens % self._page_size or tokens - sequence.saved < self._limits.state_tokens:
+            return
+        sequence.saved = tokens
+        if not decoded and self._digest(sequence, tokens) in self.states:
+            return
+        row = self.states.take()
+        if row is not None:
+            self._saves.append(StateSave(sequence, row, sequence.lane, tokens, decoded))
+
+    def _resume(self, sequence: Sequence) -> None:
+        if sequence.resumes:
+            self._resumes.append((sequence.resumes, sequence.lane))
+            self.states.unwant(sequence.resumes)
+            sequence.resumes = 0
+
+    def _digest(self, sequence: Sequence, tokens: int) -> bytes:
+        """Of the leading whole pages of a sequence, which are known."""
+        last = tokens // self._page_size - 1
+        for index in range(len(sequence.digests), last + 1):
+            self.pages.digest_of(sequence.ids, sequence.digests, index)
+        return sequence.digests[last]
 
     def _headroom(self, others: int) -> int:
         return max(others, self.pages.total // HEADROOM_SHARE) if others else 0

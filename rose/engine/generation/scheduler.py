@@ -27,6 +27,7 @@ from rose.engine.generation.limits import GenerationLimits, check_limits
 from rose.engine.generation.pages import PagePool
 from rose.engine.generation.request import Finish, GenerateRequest, NewToken
 from rose.engine.generation.running import Running, age
+from rose.engine.generation.saved_states import SavedStates
 from rose.engine.generation.sequence import BatchPlan, Chunk, Sequence, State
 from rose.engine.generation.trials import MOST_UNEXPLAINED, Trials
 from rose.engine.generation.validation import check_generate
@@ -85,6 +86,10 @@ class GenerationScheduler:
     @property
     def pages(self) -> PagePool:
         return self._running.pages
+
+    @property
+    def states(self) -> SavedStates:
+        return self._running.states
 
     @property
     def open_requests(self) -> int:
@@ -210,6 +215,8 @@ class GenerationScheduler:
         if len(tokens) != plan.draws:
             raise RuntimeError(f"{len(tokens)} tokens for a plan that draws {plan.draws}")
         self._ended(plan)
+        if plan.saves:
+            self._running.settle(plan.saves)
         trials = self._trials if self._trials else None
         news: list[NewToken | None] = []
         drawn = iter(tokens)
@@ -244,7 +251,7 @@ class GenerationScheduler:
         """
         if sequence.finished or sequence.void:
             return False
-        self.pages.forget(sequence.pages)
+        self._running.forget(sequence)
         self._end(sequence)
         return True
 
@@ -261,6 +268,7 @@ class GenerationScheduler:
             RuntimeError: another plan than the oldest.
         """
         self._ended(plan)
+        self._running.unsettle(plan.saves)
         failed: list[int] = []
         company: list[Sequence] = []
         beside: list[Sequence] = []
@@ -288,6 +296,8 @@ class GenerationScheduler:
         if plan is None:
             self._stuck = True
         else:
+            if self._running.states:
+                self._running.planned(plan)
             self._in_flight.append(plan)
         return plan
 

@@ -54,6 +54,9 @@ class Sequence:
         unexplained: how often a batch of it failed though nobody in it was found guilty or ended before that was known.
         digests: of its leading full pages, as far as anybody asked.
         kept: leading pages whose content is offered to others already.
+        resumes: row of a saved recurrent state that its next chunk goes on from; 0 for none.
+        saved: its tokens behind which a state of it was last saved, or found.
+        latest_state: digest of the state that was saved last while it decoded.
     """
 
     request: GenerateRequest
@@ -77,6 +80,9 @@ class Sequence:
     unexplained: int = 0
     digests: list[bytes] = field(default_factory=list)
     kept: int = 0
+    resumes: int = 0
+    saved: int = 0
+    latest_state: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -100,6 +106,24 @@ class Chunk:
 
 
 @dataclass(slots=True)
+class StateSave:
+    """The state a sequence has once a batch is done, to be kept.
+
+    Attributes:
+        row: it is copied to.
+        lane: it is copied from.
+        tokens: of the sequence, that lead to it; whole pages.
+        decoded: the last of them was drawn, not read in a prompt.
+    """
+
+    sequence: Sequence
+    row: int
+    lane: int
+    tokens: int
+    decoded: bool
+
+
+@dataclass(slots=True)
 class BatchPlan:
     """One batch: decoding sequences (one token each) first, then chunks of prompts.
 
@@ -107,11 +131,15 @@ class BatchPlan:
 
     Attributes:
         started: ids of the requests whose first chunk this is.
+        resumes: (row, lane): states to copy before the batch, for sequences that go on from what is found.
+        saves: states to copy after it.
     """
 
     chunks: list[Chunk]
     decodes: int
     started: list[int] = field(default_factory=list)
+    resumes: list[tuple[int, int]] = field(default_factory=list)
+    saves: list[StateSave] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -121,3 +149,11 @@ class BatchPlan:
     def draws(self) -> int:
         """Tokens it draws: one for each chunk that samples."""
         return self.decodes + sum(chunk.samples for chunk in self.chunks[self.decodes :])
+
+
+Copies = list[tuple[int, int]]
+
+
+def state_copies(plan: BatchPlan | None) -> tuple[Copies, Copies]:
+    """(from row, to row) of the recurrent states that are copied before a batch, and after it."""
+    return ([], []) if plan is None else (plan.resumes, [(save.lane, save.row) for save in plan.saves])

@@ -1,7 +1,8 @@
 """Pools of recurrent state on the device: a row a running sequence, for layers that keep one instead of a cache.
 
-Row 0 belongs to dummies. A row is not cleared between sequences: layers start from nothing where a sequence starts
-(see rose.batch.PagedContext.kv_lengths). Knows shapes; knows neither layers nor requests.
+Row 0 belongs to dummies; rows past those of running sequences hold states to be found again. A row is not cleared
+between sequences: layers start from nothing where a sequence starts (see rose.batch.PagedContext.kv_lengths). Knows
+shapes; knows neither layers nor requests.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ class StatePools:
         """
         conv = (rows, spec.conv_channels, spec.conv_width - 1)
         state = (rows, spec.value_heads, spec.key_dim, spec.value_dim)
-        self._conv = {layer: torch.zeros(conv, dtype=dtype, device=device) for layer in spec.layers}
-        self._states = {layer: torch.zeros(state, dtype=torch.float32, device=device) for layer in spec.layers}
+        # All layers in one tensor, so that a row of them all is copied at once.
+        self._all = (
+            torch.zeros(len(spec.layers), *conv, dtype=dtype, device=device),
+            torch.zeros(len(spec.layers), *state, dtype=torch.float32, device=device),
+        )
+        self._conv, self._states = (dict(zip(spec.layers, pool.unbind(), strict=True)) for pool in self._all)
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for pool in (self._conv, self._states) for tensor in pool.values())
+        return sum(pool.nbytes for pool in self._all)
 
     @staticmethod
     def row_bytes(spec: RecurrentSpec, dtype: torch.dtype) -> int:
@@ -47,6 +52,11 @@ class StatePools:
     def recurrent(self, layer: int) -> Tensor:
         """[rows, value heads, key dim, value dim] fp32 of a model layer."""
         return self._of(self._states, layer)
+
+    def copy(self, source: int, target: int) -> None:
+        """A row of all layers onto another; queued on a device, not waited for."""
+        for pool in self._all:
+            pool[:, target].copy_(pool[:, source])
 
     def _of(self, pool: dict[int, Tensor], layer: int) -> Tensor:
         try:

@@ -15,7 +15,7 @@ import numpy as np
 
 from rose.engine.generation.limits import GenerationLimits
 from rose.engine.generation.request import GenerateRequest
-from rose.engine.generation.sequence import BatchPlan, Sequence
+from rose.engine.generation.sequence import BatchPlan, Copies, Sequence, state_copies
 
 VOCAB = 40
 END = 0
@@ -65,8 +65,9 @@ class PretendDevice:
         self._recurrent = recurrent
         self.rows = [GARBAGE] * (limits.num_pages * limits.page_size)
         self.latest = [GARBAGE] * (limits.max_running + 1)
-        self.states: list[list[int]] = [[GARBAGE] for _ in range(limits.max_running + 1)]
+        self.states: list[list[int]] = [[GARBAGE] for _ in range(limits.max_running + 1 + limits.saved_states)]
         self.launched: deque[tuple[BatchPlan, list[Staged]]] = deque()
+        self._copies: deque[tuple[Copies, Copies]] = deque()
 
     def launch(self, plan: BatchPlan) -> None:
         staged = []
@@ -94,11 +95,21 @@ class PretendDevice:
         assert not read & set(written), "a batch reads what another sequence writes in it"
         lanes = [part.lane for part in staged]
         assert len(set(lanes)) == len(lanes), "two sequences have one lane in one batch"
+        resumes, saves = state_copies(plan)
+        assert {lane for _, lane in resumes} <= set(lanes), "a state for nobody in the batch"
+        assert {lane for lane, _ in saves} <= set(lanes)
+        written = [row for _, row in saves]
+        assert len(set(written)) == len(written), "two states are saved to one row"
+        assert min([*written, *(row for row, _ in resumes), self._lanes + 1]) > self._lanes
+        self._copies.append((resumes, saves))
         self.launched.append((plan, staged))
 
     def run(self) -> tuple[BatchPlan, list[int]]:
         """Run the oldest batch: everything is stored, then read, then drawn."""
         plan, staged = self.launched.popleft()
+        resumes, saves = self._copies.popleft()
+        for row, lane in resumes:
+            self.states[lane] = self.states[row]
         for part in staged:
             ids = [self.latest[-1 - token] if token < 0 else token for token in part.ids]
             for row, token in zip(part.fresh, ids, strict=True):
@@ -111,11 +122,16 @@ class PretendDevice:
                 read = self.states[part.lane] if self._recurrent else [self.rows[row] for row in part.rows]
                 tokens.append(next_token(read))
                 self.latest[part.lane] = tokens[-1]
+        for lane, row in saves:
+            self.states[row] = self.states[lane]
         return plan, tokens
 
     def break_down(self) -> BatchPlan:
         """The oldest batch fails half way: everything it touches is garbage."""
         plan, staged = self.launched.popleft()
+        _, saves = self._copies.popleft()
+        for _, row in saves:
+            self.states[row] = [GARBAGE]
         for part in staged:
             for row in part.fresh:
                 self.rows[row] = GARBAGE

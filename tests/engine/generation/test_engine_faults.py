@@ -271,6 +271,16 @@ def test_state_pools():
     assert (pools.recurrent(2).shape, pools.recurrent(0).dtype) == ((9, 2, 3, 5), torch.float32)
     assert pools.conv(0).data_ptr() != pools.conv(2).data_ptr()
     assert pools.nbytes == 9 * StatePools.row_bytes(SPEC, torch.bfloat16)
+    for layer in SPEC.layers:
+        pools.conv(layer)[5], pools.recurrent(layer)[5] = layer + 1, layer + 2
+    pools.copy(5, 8)
+    for layer in SPEC.layers:
+        assert (pools.conv(layer)[8].unique().tolist(), pools.recurrent(layer)[8].unique().tolist()) == (
+            [layer + 1],
+            [layer + 2],
+        )
+        assert not pools.conv(layer)[6:8].any()
+        assert not pools.recurrent(layer)[6:8].any()
     with pytest.raises(InternalError, match=r"layer 1 keeps no recurrent state; layers \(0, 2\) do"):
         pools.conv(1)
 
@@ -297,15 +307,32 @@ class Counting:
         return torch.nn.functional.one_hot(drawn, self.vocab_size).float()
 
 
+@pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("graph_bytes", [0, 1 << 30], ids=["plain", "graphs"])
-def test_recurrent_states_follow_their_sequences(folder, graph_bytes):
-    """In any company, lanes used again, set back for want of pages; and nothing is found in the prefix cache."""
+def test_recurrent_states_follow_their_sequences(folder, graph_bytes, reuse, monkeypatch):
+    """In any company, lanes used again, set back for want of pages, from their beginning or from a state."""
     model = Counting(load_generative(folder))
-    engine = build(folder, "cpu", model=model, pages=24, prefill_tokens=9, max_running=5, graph_bytes=graph_bytes)
-    assert not engine.limits.prefix_cache
+    monkeypatch.setattr("rose.engine.generation.build.STATE_TOKENS", 4)
+    limits = {"pages": 24, "prefill_tokens": 9, "max_running": 5, "graph_bytes": graph_bytes, "prefix_cache": reuse}
+    engine = build(folder, "cpu", model=model, **limits)
     lengths = [9, 30, 17, 5, 1, 30, 2]
     answers = generate(engine, prompts(lengths), max_new_tokens=20)
     for length, answer in zip(lengths, answers, strict=True):
         assert answer.tokens == [3 * (length + n) for n in range(20)]
     assert engine.counters()["preemptions"] > 0
+    assert (engine.counters()["prefix_hits"] > 0) == reuse
     engine.close()
+
+
+def test_states_to_be_found_again_have_their_own_memory(folder):
+    model = Counting(load_generative(folder))
+    row = StatePools.row_bytes(SPEC, torch.float32)
+    limits = build(folder, "cpu", model=model, state_cache_bytes=3 * row + row // 2).limits
+    assert (limits.saved_states, limits.prefix_cache) == (3, True)
+    limits = build(folder, "cpu", model=model, max_running=5, state_cache_bytes=1 << 30).limits
+    assert limits.saved_states == 2 * 5, "no more than could ever be of use: a state in 256 tokens of each sequence"
+    assert build(folder, "cpu", model=model, prefix_cache=False, state_cache_bytes=1 << 30).limits.saved_states == 0
+    with pytest.raises(StartupError, match=f"of {row - 1}: one state of this model takes {row} bytes"):
+        build(folder, "cpu", model=model, state_cache_bytes=row - 1)
+    with pytest.raises(StartupError, match="state_cache_bytes: this model keeps no recurrent state"):
+        build(folder, "cpu", state_cache_bytes=row)

@@ -160,3 +160,18 @@ def test_the_digest_is_blake2b_of_the_digest_before_and_the_ids():
 def test_a_strided_view_of_ids_has_the_digest_of_its_values():
     wide = np.arange(16, dtype=np.int32)
     assert page_digest(None, wide[::2][:SIZE]) == page_digest(None, wide[::2][:SIZE].copy())
+
+
+def test_of_two_pages_with_one_content_the_one_that_is_held_is_found():
+    """The other would be given up for room, and the content be lost though somebody still holds it."""
+    pool = PagePool(5, SIZE)
+    old = put(pool, 1, 2)
+    new = put(pool, 1, 2)
+    assert find(pool, 1, 2) == old, "both are held"
+    pool.release(new)
+    pool.release(old)
+    held = put(pool, 1, 2)
+    assert find(pool, 1, 2) == held
+    pool.take(2)
+    assert find(pool, 1, 2) == held
+    assert pool.cached == 2

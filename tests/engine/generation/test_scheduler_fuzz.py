@@ -42,9 +42,11 @@ class Serving(RuleBasedStateMachine):
         pages=st.integers(4, 24),
         lanes=st.integers(1, 5),
         spare_tokens=st.integers(1, 12),
-        kind=st.sampled_from(["reuse", "reuse", "no reuse", "recurrent"]),
+        kind=st.sampled_from(["reuse", "reuse", "no reuse", "recurrent", "saved states", "saved states"]),
+        states=st.integers(1, 6),
+        state_tokens=st.integers(1, 8),
     )
-    def start(self, page_size, pages, lanes, spare_tokens, kind):
+    def start(self, page_size, pages, lanes, spare_tokens, kind, states, state_tokens):
         self.limits = GenerationLimits(
             vocab_size=VOCAB,
             max_tokens=60,
@@ -52,12 +54,14 @@ class Serving(RuleBasedStateMachine):
             num_pages=pages,
             max_running=lanes,
             batch_tokens=lanes + spare_tokens,
-            prefix_cache=kind == "reuse",
+            prefix_cache=kind in ("reuse", "saved states"),
+            saved_states=states if kind == "saved states" else 0,
+            state_tokens=state_tokens,
         )
         self.scheduler = GenerationScheduler(self.limits, [END])
         # Promotions are rare by default.
         self.scheduler._bulk = BulkPatience(batches=9, preemptions=2)
-        self.device = PretendDevice(self.limits, recurrent=kind == "recurrent")
+        self.device = PretendDevice(self.limits, recurrent=kind in ("recurrent", "saved states"))
         self.known: dict[int, Known] = {}
         self.count = 0
         self.now = 0.0
@@ -251,6 +255,14 @@ class Serving(RuleBasedStateMachine):
         assert len({s.serial for s in line}) == len(line)
         lanes = [s.lane for s in sequences if s.lane]
         assert len(set(lanes)) == len(lanes)
+        # Every row of saved states is found, free, wanted though nobody finds it any more, or being written to.
+        states = self.scheduler.states
+        written = [save.row for plan in self.scheduler._in_flight for save in plan.saves]
+        resumed = [s.resumes for s in sequences if s.resumes]
+        assert sorted(states._wanted) == sorted(set(resumed))
+        rows = [*states._free, *written, *({*states._rows.values()} | {*states._wanted})]
+        first = self.limits.max_running + 1
+        assert sorted(rows) == list(range(first, first + self.limits.saved_states))
         for sequence in sequences:
             assert sequence.known <= sequence.drawn <= sequence.max_length
             assert 0 <= sequence.unexplained <= MOST_UNEXPLAINED
@@ -286,6 +298,7 @@ class Serving(RuleBasedStateMachine):
         assert self.scheduler.next_batch() is None
         assert self.scheduler.pages.available == self.scheduler.pages.total
         assert self.scheduler._running.free_lanes == self.limits.max_running
+        assert not self.scheduler.states._wanted
 
 
 TestServing = Serving.TestCase
