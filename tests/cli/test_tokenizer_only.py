@@ -48,6 +48,6 @@ def test_so_is_a_folder_that_holds_no_more(tmp_path):
 def test_a_front_needs_no_more_than_the_tokenizer(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{}")
     calls = []
-    monkeypatch.setattr("rose.gateway.run.run_front", lambda config, folder, **_: calls.append(folder) or 0)
+    monkeypatch.setattr("rose.gateway.fronts.run_fronts", lambda config, folder, **_: calls.append(folder) or 0)
     assert cli.main(["gateway", str(tmp_path), "--replica", "unix:/run/rose"]) == 0
     assert calls == [tmp_path]
