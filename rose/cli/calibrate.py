@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rose.cli.bulk.source import Source
-from rose.cli.shared import Commands, add_command, add_reading, find_model, reading
+from rose.cli.shared import Bar, Commands, add_command, add_reading, find_model, reading
 from rose.cli.verifying.gates import GATES, check
 from rose.cli.verifying.measures import measure
 from rose.cli.verifying.tokens import tokens_of
@@ -104,10 +104,10 @@ def _calibrate(options: argparse.Namespace) -> int:
     tokens = tokens_of(folder, texts, longest=_positive("--longest", options.longest))
     split(len(tokens.ids))
     subject = open_subject(folder, tokens.ids, tokens.types, device=options.device)
-    shown: list[_Bar] = []
+    shown: list[Bar] = []
 
     def stage(name: str, total: int) -> Callable[[int], None]:
-        shown.append(_Bar(name, total))
+        shown.append(Bar(name, total))
         return shown[-1]
 
     try:
@@ -127,30 +127,6 @@ def _calibrate(options: argparse.Namespace) -> int:
         _plot(outcome.report, options.plot)
     print(json.dumps(outcome.report, ensure_ascii=False) if options.json else _told(outcome))
     return 0 if outcome.report["passed"] else 1
-
-
-class _Bar:
-    """How far one step has come, on a terminal; gone once it is done."""
-
-    def __init__(self, name: str, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn(f"{name:<14}"), BarColumn(bar_width=30), TaskProgressColumn(), TimeRemainingColumn())
-        console = Console(stderr=True)
-        self._bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bars.add_task(name, total=total)
-        self._total, self._open = total, True
-        self._bars.start()
-
-    def __call__(self, done: int) -> None:
-        self._bars.update(self._task, completed=done)
-        if done >= self._total and self._open:
-            self.close()
-
-    def close(self) -> None:
-        self._bars.stop()
-        self._open = False
 
 
 def _judge(subject: Subject, options: argparse.Namespace, plain: Array, other: Array) -> Verdict:

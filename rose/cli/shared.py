@@ -95,3 +95,27 @@ def _is_tokenizer(folder: Path) -> bool:
 def resolve_model(options: argparse.Namespace) -> Path:
     """The folder of `add_model`'s options, a tokenizer's as well."""
     return resolve(options.model, cache=options.cache, progress=Bars())
+
+
+class Bar:
+    """How far one step has come, on a terminal; gone once it is done."""
+
+    def __init__(self, name: str, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn(f"{name:<14}"), BarColumn(bar_width=30), TaskProgressColumn(), TimeRemainingColumn())
+        console = Console(stderr=True)
+        self._bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bars.add_task(name, total=total)
+        self._total, self._open = total, True
+        self._bars.start()
+
+    def __call__(self, done: int) -> None:
+        self._bars.update(self._task, completed=done)
+        if done >= self._total and self._open:
+            self.close()
+
+    def close(self) -> None:
+        self._bars.stop()
+        self._open = False

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from rose.cli.bulk.source import Source
-from rose.cli.shared import Commands, add_command, find_model
-from rose.cli.verifying.answers import Answers, answers_of, digest, load_golden, save_golden
+from rose.cli.shared import Bar, Commands, add_command, find_model
+from rose.cli.verifying.answers import Answers, answers_of, digest, kind_of, load_golden, save_golden
 from rose.cli.verifying.gates import GATES, check, gate_for
 from rose.cli.verifying.measures import cosines, measure
-from rose.cli.verifying.ndcg import ndcg_at_10, read_judgements
-from rose.config import read_model_folder
+from rose.cli.verifying.ndcg import Judgement, ndcg_at_10, read_judgements
+from rose.config import ModelFolder, read_model_folder
 from rose.errors import InvalidInput
 
 _EXAMPLES = (
@@ -30,6 +30,7 @@ _EXAMPLES = (
     "rose verify e5-small ./e5-small-fp8 --data passages.txt --judgements queries.jsonl",
     "rose verify smollm2 ./smollm2-int8 --data texts.txt",
 )
+_GIVES = {"vectors": "vectors", "scores": "scores of pairs", "tokens": "the costs of tokens"}
 
 
 def add_verify(commands: Commands) -> None:
@@ -63,17 +64,61 @@ def _verify(options: argparse.Namespace) -> int:
     if options.save_golden is not None and not options.save_golden.parent.is_dir():
         raise InvalidInput(f"{options.save_golden} cannot be written: {options.save_golden.parent} is no folder")
     texts = _texts(options)
-    a = _answers(options.a, texts, options, dtype="float32")
+    check({}, options.gate or gate_for(set()), options.gates)
+    first = _open(options.a, texts, options)
+    second = None if options.b is None else _open(options.b, texts, options)
+    if second is not None:
+        _check_comparable(first, second)
+    judgements = None if second is None else _judgements(first, second, texts, options)
+    a = _answers(first, texts, options, dtype="float32")
     if options.save_golden is not None:
         save_golden(a, options.save_golden)
-    if options.b is None:
+    if second is None:
         print(f"{len(texts)} texts: {options.save_golden}")
         return 0
-    b = _answers(options.b, texts, options, dtype=options.dtype)
-    more = {} if options.judgements is None else _ndcg(a, b, options)
+    b = _answers(second, texts, options, dtype=options.dtype)
+    more = {} if judgements is None else _ndcg((first, a), (second, b), judgements, options)
     report = compare(a, b, texts, gate=options.gate, gates=options.gates, more=more)
     print(json.dumps(report, ensure_ascii=False) if options.json else _told(report))
     return 0 if report["passed"] else 1
+
+
+def _open(name: str, texts: list[str], options: argparse.Namespace) -> Answers | ModelFolder:
+    """A side as far as it can be read without running it.
+
+    All that can be refused is refused by this and `_check_comparable`, before either side runs: that takes minutes.
+    """
+    if not name.endswith(".npz"):
+        return read_model_folder(find_model(name, options.cache))
+    stored = load_golden(Path(name))
+    _check_texts(stored, texts)
+    return stored
+
+
+def _check_texts(side: Answers, texts: list[str]) -> None:
+    if side.texts != digest(texts):
+        raise InvalidInput(f"{side.name} answered other texts than those of --data")
+
+
+def _check_comparable(a: Answers | ModelFolder, b: Answers | ModelFolder) -> None:
+    """
+    Raises:
+        InvalidInput: sides of two kinds, or vectors of two lengths.
+    """
+    first, second = (_told_of(side) for side in (a, b))
+    if first[1:] != second[1:]:
+        told = ", and ".join(
+            f"{name} gives {_GIVES[kind]}{f' of {width}' if width else ''}" for name, kind, width in (first, second)
+        )
+        raise InvalidInput(f"{told}: they cannot be compared")
+
+
+def _told_of(side: Answers | ModelFolder) -> tuple[str, str, int]:
+    """Name, kind, and the length of its vectors (0 where it gives none)."""
+    if isinstance(side, Answers):
+        return side.name, side.kind, side.values.shape[-1] if side.kind == "vectors" else 0
+    kind = kind_of(side)
+    return str(side.path), kind, side.dimension if kind == "vectors" else 0
 
 
 def compare(
@@ -94,13 +139,8 @@ def compare(
         InvalidInput: answers that cannot be compared: other texts, other kinds, other dimensions.
     """
     for side in (a, b):
-        if side.texts != digest(texts):
-            raise InvalidInput(f"{side.name} answered other texts than those of --data")
-    if a.kind != b.kind or a.values.shape[-1] != b.values.shape[-1]:
-        raise InvalidInput(
-            f"{a.name} gives {a.kind} of {a.values.shape[-1]}, and {b.name} {b.kind} of {b.values.shape[-1]}: "
-            "they cannot be compared"
-        )
+        _check_texts(side, texts)
+    _check_comparable(a, b)
     differing = [i for i, (x, y) in enumerate(zip(a.ids, b.ids, strict=True)) if x != y]
     if a.values.shape != b.values.shape:
         raise InvalidInput(f"{a.name} and {b.name} make different tokens of the texts, from text {differing[0]} on")
@@ -137,15 +177,27 @@ def _worst(a: Answers, b: Answers) -> dict[str, Any]:
     return {"query": int(query), "document": int(document), "difference": float(off[query, document])}
 
 
-def _ndcg(a: Answers, b: Answers, options: argparse.Namespace) -> dict[str, float]:
-    """Queries are put behind the prompt `query` where a model has one."""
-    judgements = read_judgements(options.judgements, len(a.values))
-    if a.kind != "vectors" or options.b.endswith(".npz") or options.a.endswith(".npz"):
+def _judgements(
+    a: Answers | ModelFolder, b: Answers | ModelFolder, texts: list[str], options: argparse.Namespace
+) -> list[Judgement] | None:
+    if options.judgements is None:
+        return None
+    if any(isinstance(side, Answers) or kind_of(side) != "vectors" for side in (a, b)):
         raise InvalidInput("--judgements needs two models that make vectors: queries are run on both")
+    return read_judgements(options.judgements, len(texts))
+
+
+def _ndcg(
+    a: tuple[Answers | ModelFolder, Answers],
+    b: tuple[Answers | ModelFolder, Answers],
+    judgements: list[Judgement],
+    options: argparse.Namespace,
+) -> dict[str, float]:
+    """Of each side and its answers to the texts. Queries are put behind the prompt `query` where a model has one."""
     queries, scores = [one.query for one in judgements], []
-    for side, name, dtype in ((a, options.a, "float32"), (b, options.b, options.dtype)):
-        own = _answers(name, queries, options, dtype=dtype, prompt="query")
-        scores.append(ndcg_at_10(own.values, side.values, judgements))
+    for (side, answers), dtype in ((a, "float32"), (b, options.dtype)):
+        own = _answers(side, queries, options, dtype=dtype, prompt="query")
+        scores.append(ndcg_at_10(own.values, answers.values, judgements))
     return {"ndcg_at_10_a": scores[0], "ndcg_at_10_b": scores[1], "ndcg_at_10_change": abs(scores[1] - scores[0])}
 
 
@@ -178,11 +230,25 @@ def _texts(options: argparse.Namespace) -> list[str]:
 
 
 def _answers(
-    name: str, texts: list[str], options: argparse.Namespace, *, dtype: str | None, prompt: str | None = None
+    side: Answers | ModelFolder,
+    texts: list[str],
+    options: argparse.Namespace,
+    *,
+    dtype: str | None,
+    prompt: str | None = None,
 ) -> Answers:
-    if name.endswith(".npz"):
-        return load_golden(Path(name))
-    folder = find_model(name, options.cache)
-    if prompt is not None and prompt not in read_model_folder(folder).prompts:
-        prompt = None
-    return answers_of(folder, texts, device=options.device, dtype=dtype, prompt=prompt)
+    if isinstance(side, Answers):
+        return side
+    own = prompt if prompt in side.prompts else None
+    bars: list[Bar] = []
+
+    def show(done: int, total: int) -> None:
+        if not bars:
+            bars.append(Bar(side.path.name, total))
+        bars[0](done)
+
+    try:
+        return answers_of(side, texts, device=options.device, dtype=dtype, prompt=own, progress=show)
+    finally:
+        for bar in bars:
+            bar.close()

@@ -91,12 +91,13 @@ def sigmoid(values: Floats) -> Floats:
 
 
 def cosine(queries: AnyArray, documents: AnyArray) -> Floats:
-    """[N, D] and [N, D] to [N], row by row; 0 where one has no direction."""
+    """[N, D] and [N, D] to [N] in -1 to 1, row by row; 0 where one has no direction."""
     left, right = queries.astype(np.float64), documents.astype(np.float64)
     lengths = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
     dots: Floats = (left * right).sum(axis=1)
     cosines: Floats = np.divide(dots, lengths, out=np.zeros_like(dots), where=lengths > 0)
-    return cosines
+    # Rounding makes 1.0000000000000002 of a text and itself, of which an arc cosine is no number.
+    return np.clip(cosines, -1.0, 1.0)
 
 
 def sparse_dot(query: Lexical, document: Lexical) -> float:

@@ -11,11 +11,14 @@ from safetensors.torch import load_file, save_file
 from scipy.stats import kendalltau
 
 from rose import cli
+from rose.cli.verifying.answers import answers_of
 from rose.cli.verifying.gates import check, gate_for
 from rose.cli.verifying.measures import cosines, kendall_tau, neighbour_overlap, ranking_agreement
+from rose.config import read_model_folder
 from tests.support.running import embed, encode, load
 from tests.support.tiny_checkpoints import edit_json, read_json, tiny_bert, tiny_qwen3
 from tests.support.tiny_families import tiny_bge_m3, tiny_cross_encoder_bert, tiny_qwen3_reranker
+from tests.support.tiny_language_models import tiny_lm
 from tests.support.tiny_tokenizers import CORPUS
 
 
@@ -165,6 +168,48 @@ def test_what_cannot_be_compared_is_refused(tmp_path, data, capsys):
     ):
         assert cli.main(["verify", *map(str, arguments)]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path, data, capsys, monkeypatch):
+    a, llm = tiny_bert(tmp_path / "a"), tiny_lm(tmp_path / "llm")
+    other, wide = tmp_path / "other.txt", tiny_bge_m3(tmp_path / "wide", hidden_size=96)
+    other.write_text("one\ntwo\n")
+    golden, wrong = tmp_path / "golden.npz", tmp_path / "judgements.jsonl"
+    wrong.write_text('{"query": "a", "relevant": [100000]}\n')
+    assert cli.main(["verify", str(a), "--data", str(data), "--save-golden", str(golden)]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr("rose.cli.verify.answers_of", lambda *_, **__: pytest.fail("a model was run"))
+    for arguments, message in (
+        ([llm, a], f"{llm} gives the costs of tokens, and {a} gives vectors of 64: they cannot be compared"),
+        ([llm, golden], f"{llm} gives the costs of tokens, and {a} gives vectors of 64: they cannot be compared"),
+        ([a, wide], f"{a} gives vectors of 64, and {wide} gives vectors of 96: they cannot be compared"),
+        ([a, tiny_cross_encoder_bert(tmp_path / "r")], "r gives scores of pairs: they cannot be compared"),
+        ([a, tmp_path / "typo"], "there is no such folder"),
+        ([a, tmp_path / "typo.npz"], "is no golden file"),
+        ([a, golden, "--data", other], "answered other texts"),
+        ([a, a, "--gate", "int3"], "there is no gate 'int3'"),
+        ([a, "--gate", "int3", "--save-golden", tmp_path / "new.npz"], "there is no gate 'int3'"),
+        ([a, a, "--judgements", wrong], "text 100000 is not one of 0 to"),
+        ([a, golden, "--judgements", wrong], "--judgements needs two models that make vectors"),
+    ):
+        assert cli.main(["verify", "--data", str(data), *map(str, arguments)]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("make", [tiny_bert, tiny_lm, tiny_cross_encoder_bert])
+def test_how_far_a_run_has_come_is_told(tmp_path, monkeypatch, make):
+    """In batches of any size the answers stay the same, and the last word is that all are done."""
+    folder = read_model_folder(make(tmp_path / "m"))
+    whole = answers_of(folder, CORPUS)
+    monkeypatch.setattr("rose.cli.verifying.answers._TOKENS", 40)
+    told: list[tuple[int, int]] = []
+    parts = answers_of(folder, CORPUS, progress=lambda done, total: told.append((done, total)))
+    assert told[0] == (0, len(whole.ids))
+    assert told[-1] == (len(whole.ids), len(whole.ids))
+    assert len(told) > 3
+    assert told == sorted(set(told))
+    assert (parts.kind, parts.ids) == (whole.kind, whole.ids)
+    np.testing.assert_allclose(parts.values, whole.values, rtol=0, atol=1e-5)
 
 
 def test_kendall_tau_is_scipys():

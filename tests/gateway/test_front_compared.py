@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from rose.gateway import comparing
+from rose.gateway import comparing, scoring
 from rose.proto import rose_pb2 as pb
 from rose.proto.convert import tokens_from_proto
 from tests.gateway.cards import COLBERT, DENSE, SPARSE, m3_card, pplx_card
@@ -244,3 +244,13 @@ def test_each_distinct_query_is_embedded_once(live):
     body = {"text_1": ["salt", "river", "salt"], "text_2": ["a", "b", "c"], "method": "dense"}
     assert live.client.post("/v1/score", json=body).status_code == 200
     assert len(live.engines[0].seen[-1].tokens.lengths) == 5
+
+
+def test_a_cosine_is_never_beyond_one():
+    """Rounding alone gives 1.0000000000000002 of some texts and themselves, of which math.acos is an error."""
+    vectors = np.random.default_rng(0).standard_normal((2000, 384)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    for other, expected in ((vectors, 1.0), (-vectors, -1.0)):
+        found = scoring.cosine(vectors, other)
+        assert np.abs(found).max() <= 1.0
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)

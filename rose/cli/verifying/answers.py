@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rose.cli.verifying.tokens import tokens_of
-from rose.config import ModelFolder, read_model_folder
+from rose.config import ModelFolder
 from rose.errors import CheckpointError, InvalidInput
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from rose.models.base import ServedModel
 
+# Called with the texts (or pairs) that are done, and with all of them.
+Progress = Callable[[int, int], None]
 _TOKENS = 4096  # of one batch
 _VERSION = 1
 
@@ -57,13 +59,33 @@ def digest(texts: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(list(texts), ensure_ascii=False).encode()).hexdigest()
 
 
+def kind_of(folder: ModelFolder) -> str:
+    """What the folder's answers are, as in `Answers`, before any is made.
+
+    Raises:
+        CheckpointError: of a kind that is not compared.
+    """
+    if folder.contextual:
+        raise CheckpointError(f"{folder.path} embeds chunks of documents, which is not compared here")
+    if folder.generation is not None:
+        return "tokens"
+    return "vectors" if folder.reranker is None else "scores"
+
+
 def answers_of(
-    path: Path, texts: Sequence[str], *, device: str = "cpu", dtype: str | None = None, prompt: str | None = None
+    folder: ModelFolder,
+    texts: Sequence[str],
+    *,
+    device: str = "cpu",
+    dtype: str | None = None,
+    prompt: str | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> Answers:
     """Run a folder.
 
     Args:
         prompt: name of the one that an embedder's texts are put behind; None: the default one.
+        progress: told before the first batch, and after each.
 
     Raises:
         CheckpointError: a folder that cannot be loaded, has no tokenizer.json, or is of a kind that is not compared.
@@ -72,24 +94,20 @@ def answers_of(
 
     from rose.convert import load_model
 
-    folder = read_model_folder(path)
-    if folder.contextual:
-        raise CheckpointError(f"{path} embeds chunks of documents, which is not compared here")
-    if folder.generation is not None:
-        return _language(folder, texts, device, dtype)
+    kind = kind_of(folder)
+    if kind == "tokens":
+        return _language(folder, texts, device, dtype, progress)
     model = load_model(folder, device, None if dtype is None else getattr(torch, dtype))
     ran = next(iter(model.backbone.parameters())).dtype  # type: ignore[attr-defined]
-    scores = folder.reranker is not None
     tokens = tokens_of(folder, texts, prompt)
-    rows = list(_run(model, tokens.ids, tokens.types, torch.device(device), ran))
-    values = np.concatenate(rows)
-    if scores:
+    values = np.concatenate(list(_run(model, tokens.ids, tokens.types, torch.device(device), ran, progress)))
+    if kind == "scores":
         values = values[:, 0]
         if folder.reranker is not None and folder.reranker.activation == "sigmoid":
             values = 1 / (1 + np.exp(-values))
     return Answers(
-        name=str(path),
-        kind="scores" if scores else "vectors",
+        name=str(folder.path),
+        kind=kind,
         texts=digest(texts),
         stored=_stored(folder),
         ran=str(ran).removeprefix("torch."),
@@ -98,7 +116,7 @@ def answers_of(
     )
 
 
-def _language(folder: ModelFolder, texts: Sequence[str], device: str, dtype: str | None) -> Answers:
+def _language(folder: ModelFolder, texts: Sequence[str], device: str, dtype: str | None, progress: Progress) -> Answers:
     """What each token of the texts costs the language model, given those before it."""
     import torch
 
@@ -107,6 +125,7 @@ def _language(folder: ModelFolder, texts: Sequence[str], device: str, dtype: str
     ids = tokens_of(folder, texts).ids
     own = torch.float32 if dtype is None and device == "cpu" else getattr(torch, dtype or "bfloat16")
     subject = open_subject(folder, ids, device=device, dtype=own)
+    rows = [subject.answers(range(start, stop)) for start, stop in _batches(ids, progress)]
     return Answers(
         name=str(folder.path),
         kind="tokens",
@@ -114,7 +133,7 @@ def _language(folder: ModelFolder, texts: Sequence[str], device: str, dtype: str
         stored=_stored(folder),
         ran=str(own).removeprefix("torch."),
         ids=ids,
-        values=subject.answers(range(len(ids))),
+        values=np.concatenate(rows),
     )
 
 
@@ -166,6 +185,7 @@ def _run(
     types: list[list[int]] | None,
     device: torch.device,
     dtype: torch.dtype,
+    progress: Progress,
 ) -> Iterator[NDArray[np.float64]]:
     """The default output of each batch, in the order of the texts."""
     import torch
@@ -174,7 +194,7 @@ def _run(
     from rose.batch import Batch
 
     backend = load_backend("torch_sdpa", model.attention_spec(device, dtype))
-    for start, stop in _batches([len(own) for own in ids]):
+    for start, stop in _batches(ids, progress):
         batch = Batch.pack(ids[start:stop], device)
         if types is not None:
             flat = [i for own in types[start:stop] for i in own]
@@ -183,11 +203,15 @@ def _run(
         yield model(batch, [model.default_output])[model.default_output].double().cpu().numpy()
 
 
-def _batches(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _batches(ids: Sequence[Sequence[int]], progress: Progress) -> Iterator[tuple[int, int]]:
+    """Where each batch begins and ends."""
     start, tokens = 0, 0
-    for at, length in enumerate(lengths):
-        if at > start and tokens + length > _TOKENS:
+    progress(0, len(ids))
+    for at, own in enumerate(ids):
+        if at > start and tokens + len(own) > _TOKENS:
             yield start, at
+            progress(at, len(ids))
             start, tokens = at, 0
-        tokens += length
-    yield start, len(lengths)
+        tokens += len(own)
+    yield start, len(ids)
+    progress(len(ids), len(ids))
