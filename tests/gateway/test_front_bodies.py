@@ -151,17 +151,22 @@ def test_a_body_of_many_megabytes_stops_nobody(name, text_folder, tmp_path):
         base = f"http://{ports(process)[0]}"
         with httpx.Client(base_url=base, timeout=30) as client:
             wait_for(lambda: client.get("/ready").status_code == 200)
-            answers = []
-            sender = threading.Thread(
-                target=lambda: answers.append(httpx.post(f"{base}/v1/embeddings", content=HUGE[name], timeout=30))
-            )
-            sender.start()
-            began, longest = time.monotonic(), 0.0
-            while sender.is_alive():
-                started = time.monotonic()
-                assert client.get("/health").status_code == 200
-                longest = max(longest, time.monotonic() - started)
-            sender.join()
-            assert answers[0].status_code in (400, 413)
-            # Decoding is most of what a refused body takes: on the event loop it would be one long silence.
-            assert longest < max(0.5, (time.monotonic() - began) / 3)
+
+            def longest_silence() -> float:
+                """Seconds that anybody else waited for an answer while the body was read and refused."""
+                answers = []
+                sender = threading.Thread(
+                    target=lambda: answers.append(httpx.post(f"{base}/v1/embeddings", content=HUGE[name], timeout=30))
+                )
+                sender.start()
+                longest = 0.0
+                while sender.is_alive():
+                    started = time.monotonic()
+                    assert client.get("/health").status_code == 200
+                    longest = max(longest, time.monotonic() - started)
+                sender.join()
+                assert answers[0].status_code in (400, 413)
+                return longest
+
+            # A body that holds the front up does so every time, a busy machine only now and then.
+            assert any(longest_silence() < 0.5 for _ in range(6))
