@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,9 @@ from rose.gateway.socket_folder import socket_folder
 log = logging.getLogger("rose.gateway")
 # A front leaves by itself `drain_seconds` after SIGTERM; one that is still there so much later is stuck.
 GRACE_S = 5.0
+# Exit statuses of fronts at the end: all answered, not started yet, or ended by a SIGTERM that it does not handle yet,
+# because it does not listen yet.
+_CUT_NOBODY_OFF = (0, None, -signal.SIGTERM)
 
 
 def run_fronts(
@@ -101,7 +105,7 @@ async def _serve(
         await end_all(keepers, 0.0)
     if refused is not None:
         raise refused
-    return int(given_up or any(keeper.status != 0 for keeper in keepers))
+    return int(given_up or any(keeper.status not in _CUT_NOBODY_OFF for keeper in keepers))
 
 
 async def _tell(
