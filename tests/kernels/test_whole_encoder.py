@@ -1,7 +1,7 @@
 """The engine over this project's own kernels, in Triton's interpreter: buckets, dummies, replays, company.
 
 What the GPU runs but for the libraries: graph keys and padding, `triton_short`, products by tiles, norms, heads. Memory
-that nobody has written yet holds NaN, and a replay finds nothing but its inputs.
+that nobody has written yet holds NaN, a capture launches nothing, and a replay finds nothing but its inputs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIMITS = EngineConfig(max_tokens=128, online_tokens=256, bulk_tokens=256, max_se
 
 
 class Replayed:
-    """A captured forward: a replay runs it again on what lies in its buffers, into outputs that hold NaN until then."""
+    """A captured forward: a replay runs it on what lies in its buffers, into outputs that hold NaN until then."""
 
     bytes = 1000
 
@@ -50,8 +50,16 @@ class Replayed:
 
 
 class Capturer:
+    """As on a device, what is launched meanwhile is recorded and does not run."""
+
+    capturing = False
+
     def capture(self, key, fn) -> Replayed:
-        return Replayed(fn)
+        Capturer.capturing = True
+        try:
+            return Replayed(fn)
+        finally:
+            Capturer.capturing = False
 
 
 @contextlib.contextmanager
@@ -61,7 +69,8 @@ def kernels_everywhere() -> Iterator[set[str]]:
 
     def launch(kernel, *args, **options):
         launched.add(kernel.__name__.removeprefix("_"))
-        launch_module.launch(kernel, *args, **options)
+        if not Capturer.capturing:
+            launch_module.launch(kernel, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         for name in (*MODULES, "linear"):
