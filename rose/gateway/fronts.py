@@ -61,7 +61,8 @@ async def serve_any(
 ) -> int:
     """As many fronts as `config` asks for, until `stop`: one in this process, several as children.
 
-    Args, result and errors are those of `serve_front`; of several fronts, each callback comes when all have got there.
+    Args, result and errors are those of `serve_front`; of several fronts, each callback comes when all have got there
+    that have not been given up.
     """
     check_gateway_config(config)
     if config.fronts == 1:
@@ -89,8 +90,9 @@ async def _serve(
 ) -> int:
     loop = asyncio.get_running_loop()
     keeping = [loop.create_task(keeper.keep()) for keeper in keepers]
+    kept = list(zip(keepers, keeping, strict=True))
     telling = [
-        loop.create_task(_tell(keepers, got_there, told, listening))
+        loop.create_task(_tell(kept, got_there, told, listening))
         for told, got_there in ((on_listening, attrgetter("ready")), (on_ready, attrgetter("serving")))
         if told is not None
     ]
@@ -109,9 +111,13 @@ async def _serve(
 
 
 async def _tell(
-    keepers: Sequence[Keeper], got_there: Callable[[Keeper], bool], told: OnListening, listening: Listening
+    kept: Sequence[tuple[Keeper, asyncio.Task[None]]],
+    got_there: Callable[[Keeper], bool],
+    told: OnListening,
+    listening: Listening,
 ) -> None:
-    while not all(map(got_there, keepers)):
+    """Once all that have not been given up have got there."""
+    while not all(got_there(keeper) for keeper, keeping in kept if not keeping.done()):
         await asyncio.sleep(READY_LOOK_S)
     told(listening)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import signal
 import socket
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +19,9 @@ import httpx
 import numpy as np
 import pytest
 
+from rose.config.serving import GatewayConfig
+from rose.gateway import fronts
+from rose.gateway.run import Stop
 from rose.proto import rose_pb2 as pb
 from rose.proto.convert import tokens_to_proto
 from tests.gateway.processes import alive, ports, running, wait_for
@@ -198,6 +203,35 @@ def test_what_no_front_can_read_is_refused_in_its_words(text_folder, tmp_path, b
     assert process.returncode == 2
     assert re.match(r"refused: front-\d refused to start: ", errors.splitlines()[-1])
     assert words in errors.splitlines()[-1]
+
+
+def test_a_front_that_is_given_up_is_not_waited_for(monkeypatch, tmp_path):
+    """The one that listens is told of; the other ended before it did, for a reason of its own."""
+    body = (
+        "import os, sys, time\n"
+        "try:\n"
+        f"    os.mkdir({str(tmp_path / 'first')!r})\n"
+        "except FileExistsError:\n"
+        "    sys.exit(1)\n"
+        "print('rose-front ready', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.setattr(fronts, "_command", lambda *_: (sys.executable, "-c", body))
+    told = []
+
+    async def main():
+        stop = Stop()
+
+        def listening(where):
+            told.append(where.http)
+            stop.drain.set()
+
+        async with asyncio.timeout(30):
+            config = GatewayConfig(replicas=("unix:/none",), fronts=2, http_port=0)
+            return await fronts.serve_any(config, tmp_path, stop, on_listening=listening)
+
+    assert asyncio.run(main()) == 1
+    assert len(told) == 1
 
 
 def test_no_fronts_are_refused(text_folder):
