@@ -212,7 +212,7 @@ def _saved_states(model: GenerativeModel, config: EngineConfig, device: torch.de
         return 0
     row = StatePools.row_bytes(model.recurrent, dtype)
     asked = config.state_cache_bytes
-    if 0 < asked < row:
+    if asked and asked < row:
         raise StartupError(f"state_cache_bytes of {asked}: one state of this model takes {row} bytes")
     longest = min(model.max_tokens, config.max_tokens)
     useful = 2 * config.max_running * max(1, longest // STATE_TOKENS)

@@ -332,7 +332,8 @@ def test_states_to_be_found_again_have_their_own_memory(folder):
     limits = build(folder, "cpu", model=model, max_running=5, state_cache_bytes=1 << 30).limits
     assert limits.saved_states == 2 * 5, "no more than could ever be of use: a state in 256 tokens of each sequence"
     assert build(folder, "cpu", model=model, prefix_cache=False, state_cache_bytes=1 << 30).limits.saved_states == 0
-    with pytest.raises(StartupError, match=f"of {row - 1}: one state of this model takes {row} bytes"):
-        build(folder, "cpu", model=model, state_cache_bytes=row - 1)
+    for asked in (row - 1, -(1 << 30)):
+        with pytest.raises(StartupError, match=f"of {asked}: one state of this model takes {row} bytes"):
+            build(folder, "cpu", model=model, state_cache_bytes=asked)
     with pytest.raises(StartupError, match="state_cache_bytes: this model keeps no recurrent state"):
         build(folder, "cpu", state_cache_bytes=row)
