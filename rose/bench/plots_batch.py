@@ -90,12 +90,14 @@ def _throughput(axes: Any, rows: Sequence[Row], model: str) -> None:
 
 
 def _concurrency(axes: Any, rows: Sequence[Row], model: str) -> None:
-    for fronts, shade in zip(sorted({row.fronts or 1 for row in rows}), (0.4, 1.0), strict=False):
+    counts = sorted({row.fronts or 1 for row in rows})
+    for place, fronts in enumerate(counts, 1):
         own = sorted((row for row in rows if (row.fronts or 1) == fronts), key=lambda row: row.in_flight)
+        color = (COLORS["http"], place / len(counts))  # the most fronts in full
         for name, style in (("p50", "o-"), ("p90", "s--"), ("p99", "^:")):
             numbers = [getattr(row, f"{name}_ms") for row in own]
             label = name + (f", {fronts} fronts" if fronts > 1 else "")
-            axes.plot([row.in_flight for row in own], numbers, style, color=COLORS["http"], alpha=shade, label=label)
+            axes.plot([row.in_flight for row in own], numbers, style, color=color, label=label)
     at = sorted({row.in_flight for row in rows})
     tokens = rows[0].tokens
     floor = [floor_ms(SHAPES[model].config, tokens, n) for n in at]

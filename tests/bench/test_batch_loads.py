@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
 
 from rose.attention_backends import auto
-from rose.bench import breakdown, carriers, commands, concurrency, records, throughput
+from rose.bench import breakdown, carriers, commands, concurrency, plots_batch, records, throughput
 from rose.bench.floors import decode_floor_ms, floor_ms
 from rose.bench.llm_shapes import LLM_SHAPES
 from rose.bench.loads import Load
@@ -211,6 +213,27 @@ def test_rows_leave_out_what_they_do_not_have(tmp_path):
     records.write_rows(tmp_path / "r", [row, other])
     assert sorted(records.read_rows(tmp_path / "r"), key=lambda one: -(one.new_tokens or 0)) == [row, other]
     assert "cosine" not in json.loads((tmp_path / "r").read_text().splitlines()[0])
+
+
+@pytest.mark.parametrize("counts", [(None,), (None, 2, 4)])
+def test_every_number_of_fronts_is_drawn_and_the_most_in_full(counts):
+    facts = {"run_id": "r", "commit": "c", "date": "d", "command": "x", "machine": "m, n", "dtype": "bfloat16"}
+    times = {"p50_ms": 1.0, "p90_ms": 2.0, "p99_ms": 3.0, "max_ms": 4.0, "n": 9, "per_s": 9.0}
+    own = {"model": "bge-m3", "tokens": 512, "batch": 1, "via": "http", "backend": "b", "graph_hit_share": 1.0}
+    rows = [
+        records.Row(**facts, **times, **own, load=f"concurrency-{n}", in_flight=n, fronts=fronts)
+        for fronts in counts
+        for n in (1, 16)
+    ]
+    axes = Figure().subplots()
+    plots_batch._concurrency(axes, rows, "bge-m3")
+    drawn = {line.get_label(): to_rgba(line.get_color())[3] for line in axes.get_lines()[:-1]}
+    assert len(drawn) == 3 * len(counts)
+    last = "p50" if counts[-1] is None else f"p50, {counts[-1]} fronts"
+    assert drawn[last] == 1.0
+    assert [drawn[label] for label in drawn if label.startswith("p50")] == sorted(
+        {n / len(counts) for n in range(1, len(counts) + 1)}
+    )
 
 
 def test_pictures_of_every_load(tmp_path, monkeypatch):
