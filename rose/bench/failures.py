@@ -22,6 +22,7 @@ def failed(what: str, error: Exception) -> None:
 
 def over_models(targets: Iterable[Target], run: Callable[[Target], int], *, alone: bool) -> int:
     """How many loads failed, of all models in turn. One that cannot be loaded, or gives wrong answers, counts as one.
+    What `targets` raises, where a folder cannot be made, ends the run.
 
     Args:
         run: the loads of one model; returns how many failed.
