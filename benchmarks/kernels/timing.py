@@ -11,7 +11,7 @@ import subprocess
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,6 +61,11 @@ def graph_us(run: Callable[[], Any], repeats: int = 40) -> float:
     return replay_us(graph, repeats)
 
 
+def told(error: BaseException) -> str:
+    """An error in one short line of a row."""
+    return f"{type(error).__name__}: {error}"[:300]
+
+
 def side_by_side(run: Callable[[Task], str | None], tasks: Sequence[Task], limit_s: float) -> dict[Task, str | None]:
     """What `run` says of each task in processes of their own, None where all is well.
 
@@ -76,18 +81,22 @@ def side_by_side(run: Callable[[Task], str | None], tasks: Sequence[Task], limit
     if not workers:
         return found
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+    processes = pool._processes  # shutdown forgets them
     try:
-        futures = {pool.submit(run, task): task for task in found}
+        futures = {}
+        for task in found:
+            try:
+                futures[pool.submit(run, task)] = task
+            except BrokenExecutor as error:  # one of those before it has crashed already
+                found[task] = told(error)
         for future in wait(futures, limit_s).done:
             error = future.exception()
-            found[futures[future]] = future.result() if error is None else f"{type(error).__name__}: {error}"[:300]
+            found[futures[future]] = future.result() if error is None else told(error)
     finally:
-        processes = list((pool._processes or {}).values())
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
+        for process in list(processes.values()):
             process.kill()
-        for process in processes:
-            process.join()
+        # The pool's own thread notices and joins them; joining them here as well would leave it to chance who is done.
+        pool.shutdown(cancel_futures=True)
     return found
 
 
