@@ -178,7 +178,8 @@ def _tell(
     }
     _print(result, times, between)
     if out is not None:
-        path = out.parent / f"kernels_{target.name}_{load.batch}x{load.tokens}.json"
+        eight = "_fp8" if target.facts.dtype == "fp8" else ""  # beside the same loads in 16 bits
+        path = out.parent / f"kernels_{target.name}{eight}_{load.batch}x{load.tokens}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
