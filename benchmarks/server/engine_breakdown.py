@@ -129,9 +129,9 @@ def main() -> None:
                 print(f"{name} {tokens} tokens, µs p50 / p99")
                 for step, (middle, high) in told.items():
                     print(f"  {step:48s} {middle:8.1f} {high:8.1f}", flush=True)
+                if args.out:
+                    args.out.write_text(json.dumps({"command": " ".join(sys.argv), "rows": results}, indent=1) + "\n")
         engine.close()
-    if args.out:
-        args.out.write_text(json.dumps({"command": " ".join(sys.argv), "rows": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Where the device's time goes, kernel by kernel: some requests through an engine of this process, profiled by torch.
 
-The profiler slows what it watches, so shares are told, and gaps between kernels, but no rates. On a CPU operators take
-the kernels' place. Knows the profiler and names; knows neither clients nor rows.
+The profiler slows what it watches, so shares are told, and gaps between kernels, but no rates. A gap counts for the
+pair around it, and only while nothing else runs: kernels that begin before the one ahead ends (dependent launch) have
+none. On a CPU operators take the kernels' place. Knows the profiler and names; knows neither clients nor rows.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ GROUPS = {"product": "products", "attention": "attention", "norm": "norms", "act
 _ROUNDS = 2
 # Kernels printed of each group, and the least share of the device's time that makes one worth a line.
 _PRINTED, _LEAST_SHARE = 8, 0.002
+# Gaps that are kept, and those of them that are printed.
+_GAPS, _GAPS_PRINTED = 20, 8
 GRAPH_BYTES = 4 << 30
 
 
@@ -58,6 +61,16 @@ class KernelTime:
     calls: int
     ms: float
     share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """The device's idle time between two kernels that follow each other, over all profiled requests."""
+
+    before: str
+    after: str
+    calls: int
+    ms: float
 
 
 def kind_of(name: str) -> str:
@@ -80,6 +93,26 @@ def kernel_times(events: Iterable[tuple[str, int, float]]) -> list[KernelTime]:
     whole = sum(taken.values()) or 1.0
     order = sorted(taken, key=lambda name: -taken[name])
     return [KernelTime(n, kind_of(n), calls[n], round(taken[n] / 1e3, 4), round(taken[n] / whole, 4)) for n in order]
+
+
+def gaps(spans: Iterable[tuple[str, int, int]]) -> list[Gap]:
+    """Largest first.
+
+    Args:
+        spans: (name, start, end) in nanoseconds, in any order.
+    """
+    calls: dict[tuple[str, str], int] = {}
+    idle: dict[tuple[str, str], int] = {}
+    last, over = "", 0
+    for name, start, end in sorted(spans, key=lambda span: span[1]):
+        if last and start > over:
+            pair = shortened(last), shortened(name)
+            calls[pair] = calls.get(pair, 0) + 1
+            idle[pair] = idle.get(pair, 0) + start - over
+        if end > over:
+            last, over = name, end
+    order = sorted(idle, key=lambda pair: -idle[pair])
+    return [Gap(*pair, calls[pair], round(idle[pair] / 1e6, 4)) for pair in order]
 
 
 def shares_by_kind(times: Sequence[KernelTime]) -> dict[str, float]:
@@ -111,19 +144,25 @@ def profile_model(target: Target, wanted: Sequence[Load], backend: str, out: Pat
     comes. Returns what is written."""
     read = read_model_folder(target.folder)
     model = load_model(read, target.device, target.dtype)
-    limits = EngineConfig(max_tokens=read.max_tokens, bulk_tokens=max(16384, read.max_tokens), graph_bytes=GRAPH_BYTES)
+    limits = EngineConfig(max_tokens=read.max_tokens, graph_bytes=GRAPH_BYTES)
     found = []
     with closing(EngineDriver(build_engine(model, limits, target.device, target.dtype, backend=backend))) as driver:
         for load in wanted:
-            events, seconds = _profiled(driver, load, read.architecture.vocab_size, target.device)
-            found.append(_tell(target, load, events, seconds, out))
+            found.append(
+                _tell(target, load, *_profiled(driver, load, read.architecture.vocab_size, target.device), out)
+            )
     return found
 
 
 def _tell(
-    target: Target, load: Load, events: Iterable[tuple[str, int, float]], seconds: float, out: Path | None
+    target: Target,
+    load: Load,
+    events: Iterable[tuple[str, int, float]],
+    spans: Sequence[tuple[str, int, int]],
+    seconds: float,
+    out: Path | None,
 ) -> dict[str, Any]:
-    times = kernel_times(events)
+    times, between = kernel_times(events), gaps(spans)
     result: dict[str, Any] = {
         **asdict(target.facts),
         "load": load.name,
@@ -132,12 +171,15 @@ def _tell(
         "requests": _ROUNDS,
         "profiled_ms": round(seconds * 1e3, 3),
         "kernels_ms": round(sum(one.ms for one in times), 3),
+        "gaps_ms": round(sum(one.ms for one in between), 3),
         "share_by_kind": shares_by_kind(times),
         "kernels": [asdict(one) for one in times],
+        "gaps": [asdict(one) for one in between[:_GAPS]],
     }
-    _print(result, times)
+    _print(result, times, between)
     if out is not None:
-        path = out.parent / f"kernels_{target.name}_{load.batch}x{load.tokens}.json"
+        eight = "_fp8" if target.facts.dtype == "fp8" else ""  # beside the same loads in 16 bits
+        path = out.parent / f"kernels_{target.name}{eight}_{load.batch}x{load.tokens}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
@@ -145,7 +187,8 @@ def _tell(
 
 def _profiled(
     driver: EngineDriver, load: Load, vocab_size: int, device: torch.device
-) -> tuple[list[tuple[str, int, float]], float]:
+) -> tuple[list[tuple[str, int, float]], list[tuple[str, int, int]], float]:
+    """(name, calls, microseconds) of each kernel, (name, start, end) of each call on a GPU, seconds in all."""
     from torch.profiler import ProfilerActivity, profile
 
     prepared = [driver.prepare(sequences) for sequences in requests(load, vocab_size, _ROUNDS)]
@@ -163,11 +206,15 @@ def _profiled(
         seconds = time.perf_counter() - start
     averages: Any = found.key_averages()
     if on_cpu:
-        return [(e.key, e.count, e.self_cpu_time_total) for e in averages if e.self_cpu_time_total > 0], seconds
-    return [(e.key, e.count, e.self_device_time_total) for e in averages if e.self_device_time_total > 0], seconds
+        return [(e.key, e.count, e.self_cpu_time_total) for e in averages if e.self_cpu_time_total > 0], [], seconds
+    called: Any = found.profiler.kineto_results.events() if found.profiler is not None else []
+    on_gpu = [e for e in called if e.device_type().name == "CUDA"]
+    spans = [(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in on_gpu]
+    taken = [(e.key, e.count, e.self_device_time_total) for e in averages if e.self_device_time_total > 0]
+    return taken, spans, seconds
 
 
-def _print(result: Mapping[str, Any], times: Sequence[KernelTime]) -> None:
+def _print(result: Mapping[str, Any], times: Sequence[KernelTime], between: Sequence[Gap]) -> None:
     print(
         f"{result['model']} {result['batch']} x {result['tokens']}, {result['requests']} requests: "
         f"{result['kernels_ms']:.2f} ms in kernels of {result['profiled_ms']:.2f} ms"
@@ -178,4 +225,9 @@ def _print(result: Mapping[str, Any], times: Sequence[KernelTime]) -> None:
             if one.share >= _LEAST_SHARE:
                 each = f"{one.ms:9.3f} ms {one.calls:6} x {1e3 * one.ms / one.calls:8.1f} us"
                 print(f"    {one.share:6.1%} {each}  {one.name}")
+    if between:
+        print(f"  {result['gaps_ms']:.2f} ms between kernels")
+        for gap in between[:_GAPS_PRINTED]:
+            each = f"{gap.ms:9.3f} ms {gap.calls:6} x {1e3 * gap.ms / gap.calls:8.1f} us"
+            print(f"           {each}  {gap.before[:48]} -> {gap.after[:48]}")
     sys.stdout.flush()

@@ -142,9 +142,7 @@ def _drivers(
     if "engine" in via:
         with stage("model in this process", arguments.verbose):
             model = load_model(read, device, dtype)
-        limits = EngineConfig(
-            max_tokens=read.max_tokens, bulk_tokens=max(16384, read.max_tokens), graph_bytes=GRAPH_BYTES
-        )
+        limits = EngineConfig(max_tokens=read.max_tokens, graph_bytes=GRAPH_BYTES)
         for backend in arguments.backend:
             engine = build_engine(model, limits, device, dtype, backend=backend)
             with closing(EngineDriver(engine)) as driver:

@@ -1,7 +1,8 @@
 """When a window may begin, and how busy a device was in it: by the engine's counters, and by NVML where it is there.
 
 The engine's share counts from a batch's first to its last event, gaps between its kernels included; NVML's counts the
-samples in which any kernel ran. Knows counters; knows neither loads nor carriers.
+samples in which any kernel ran. NVML also tells how fast it was clocked, and on what power: products at full rate reach
+an H200's 700 W. Knows counters; knows neither loads nor carriers.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rose.bench.steady import await_steady, first_runs
 from rose.errors import DeadlineExceeded
@@ -18,6 +19,14 @@ SAMPLE_S = 0.1
 # Every batch is one of these.
 RUNS = ("graph_hits", "graph_plain", "graph_captures")
 Counters = Mapping[str, int]
+
+
+class Sample(NamedTuple):
+    """What NVML tells of a device: share of its sampling time with any kernel, clock of its multiprocessors, power."""
+
+    util: float
+    mhz: float
+    watts: float
 
 
 class Meter:
@@ -32,7 +41,7 @@ class Meter:
             counters of both ends.
         busy_share: device seconds of the engine's batches over the clock's, or None without counters.
         graph_share: batches replayed from a graph, of all; 0 without counters.
-        gpu_util: 0 .. 1, or None without NVML.
+        gpu: the samples' mean, or None without NVML.
     """
 
     def __init__(
@@ -40,22 +49,24 @@ class Meter:
         counters: Callable[[], Counters] | None,
         *,
         nvml: bool = True,
+        sample: Callable[[], Sample] | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """
         Args:
             counters: the engine's own; None for a server that tells none.
+            sample: reads the device in NVML's place.
         """
         self._counters = counters
         self._clock = clock
         self._sleep = sleep
-        self._sample = _nvml() if nvml else None
+        self._sample = sample or (_nvml() if nvml else None)
         self.settled_s: float | None = None
         self.first_runs: int | None = None
         self.busy_share: float | None = None
         self.graph_share = 0.0
-        self.gpu_util: float | None = None
+        self.gpu: Sample | None = None
 
     def settle(self, quiet_s: float, limit_s: float) -> None:
         """Wait, under load, for what `await_steady` waits for.
@@ -69,14 +80,15 @@ class Meter:
         """Wait for the window's end; to be called before its begin (time.monotonic())."""
         self._sleep(max(0.0, begin - self._clock()))
         before, started = self._read(), self._clock()
-        samples: list[float] = []
+        samples: list[Sample] = []
         while (left := end - self._clock()) > 0:
             self._sleep(min(SAMPLE_S, left))
             if self._sample is not None:
                 samples.append(self._sample())
         after, ended = self._read(), self._clock()
         if samples:
-            self.gpu_util = round(sum(samples) / len(samples), 4)
+            util, mhz, watts = (sum(one) / len(samples) for one in zip(*samples, strict=True))
+            self.gpu = Sample(round(util, 4), round(mhz), round(watts))
         if before is not None and after is not None:
             self._compare(before, after, ended - started)
 
@@ -97,15 +109,24 @@ class Meter:
             return None
 
 
-def _nvml() -> Callable[[], float] | None:
-    """Reads the first device's utilisation, or None where there is no NVML."""
+def _nvml() -> Callable[[], Sample] | None:
+    """Reads the first device, or None where there is no NVML."""
     try:
         library: Any = importlib.import_module("pynvml")
     except ImportError:
         return None
+
+    def sample() -> Sample:
+        return Sample(
+            library.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+            library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM),
+            library.nvmlDeviceGetPowerUsage(handle) / 1000,
+        )
+
     try:
         library.nvmlInit()
         handle = library.nvmlDeviceGetHandleByIndex(0)
+        sample()  # a part of a shared device does not tell all of it
     except library.NVMLError:
         return None
-    return lambda: float(library.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
+    return sample

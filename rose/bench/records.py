@@ -57,7 +57,8 @@ class Row:
         busy_share: of the clock's time, what the engine's batches took the device by its own events.
         settled_s: under load before the window began: until no batch of a new shape had come for --warm seconds.
         first_runs: in the window, batches that were the first, or the first captured, of their shape; each may be slow.
-        gpu_util: share of the samples' time in which any kernel ran, as NVML tells it.
+        gpu_util: share of the samples' time in which any kernel ran, as NVML tells it; also from there, means of the
+            window: gpu_mhz, the multiprocessors' clock, and gpu_watts.
         fronts: front processes, where there are several.
         new_tokens: generated a prompt.
         ttft_ms, ttft_p99_ms: from sending a request to its first token: median, and 99 of 100.
@@ -91,6 +92,8 @@ class Row:
     floor_share: float | None = None
     busy_share: float | None = None
     gpu_util: float | None = None
+    gpu_mhz: float | None = None
+    gpu_watts: float | None = None
     settled_s: float | None = None
     first_runs: int | None = None
     fronts: int | None = None

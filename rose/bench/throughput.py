@@ -181,7 +181,9 @@ def window_row(
         tokens_per_s=round(per_s * load.tokens),
         floor_share=share,
         busy_share=meter.busy_share,
-        gpu_util=meter.gpu_util,
+        gpu_util=meter.gpu and meter.gpu.util,
+        gpu_mhz=meter.gpu and meter.gpu.mhz,
+        gpu_watts=meter.gpu and meter.gpu.watts,
         settled_s=meter.settled_s,
         first_runs=meter.first_runs,
     )
@@ -190,6 +192,8 @@ def window_row(
 def print_row(row: Row) -> None:
     shares = {"floor": row.floor_share, "busy": row.busy_share, "NVML": row.gpu_util, "graph": row.graph_hit_share}
     told = "  ".join(f"{name} {share:4.0%}" for name, share in shares.items() if share is not None)
+    if row.gpu_mhz is not None:
+        told += f"  {row.gpu_mhz:.0f} MHz {row.gpu_watts:.0f} W"
     told += f"  settled in {row.settled_s or 0:.1f} s"
     if row.first_runs:
         told += f", {row.first_runs} first runs in the window"

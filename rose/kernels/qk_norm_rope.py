@@ -73,33 +73,32 @@ def _qk_norm_rope(
     """One program: HEADS neighbouring heads of one token, each as its two halves."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    # All loads have the shape of the block, also of what its heads have in common: one layout, where a row that is
+    # spread over the heads went by way of shared memory.
     token = tl.program_id(0)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    col = tl.arange(0, HALF)
-    in_half = col < HEAD_DIM // 2
-    mask = (head < H + G)[:, None] & in_half[None, :]
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    col = tl.arange(0, HALF)[None, :]
+    mask = (head < H + G) & (col < HEAD_DIM // 2)
     if NORM:
-        is_query = (head < H)[:, None]
-        q_first = tl.load(q_weight + col, mask=in_half, other=0.0).to(tl.float32)
-        q_second = tl.load(q_weight + HEAD_DIM // 2 + col, mask=in_half, other=0.0).to(tl.float32)
-        k_first = tl.load(k_weight + col, mask=in_half, other=0.0).to(tl.float32)
-        k_second = tl.load(k_weight + HEAD_DIM // 2 + col, mask=in_half, other=0.0).to(tl.float32)
-        first_weight = tl.where(is_query, q_first[None, :], k_first[None, :])
-        second_weight = tl.where(is_query, q_second[None, :], k_second[None, :])
-    row = table + tl.load(positions + token).to(tl.int64) * HEAD_DIM + col
-    cos = tl.load(row, mask=in_half, other=0.0)[None, :]
-    sin = tl.load(row + HEAD_DIM // 2, mask=in_half, other=0.0)[None, :]
+        of_q, of_k = mask & (head < H), mask & (head >= H)
+        at = head * 0 + col
+        first_weight = tl.load(q_weight + at, mask=of_q, other=0.0) + tl.load(k_weight + at, mask=of_k, other=0.0)
+        at += HEAD_DIM // 2
+        second_weight = tl.load(q_weight + at, mask=of_q, other=0.0) + tl.load(k_weight + at, mask=of_k, other=0.0)
+    row = table + tl.load(positions + token).to(tl.int64) * HEAD_DIM + head * 0 + col
+    cos = tl.load(row, mask=mask, other=0.0)
+    sin = tl.load(row + HEAD_DIM // 2, mask=mask, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    base = qkv + token.to(tl.int64) * ((H + 2 * G) * HEAD_DIM) + head[:, None] * HEAD_DIM + col[None, :]
+    base = qkv + token.to(tl.int64) * ((H + 2 * G) * HEAD_DIM) + head * HEAD_DIM + col
     first = tl.load(base, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(base + HEAD_DIM // 2, mask=mask, other=0.0).to(tl.float32)
     if NORM:
         squares = tl.sum(first * first + second * second, 1)
         scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
         # Rounded to the stored type between norm and rotation, as the reference implementations do.
-        first = (first * scale * first_weight).to(qkv.dtype.element_ty).to(tl.float32)
-        second = (second * scale * second_weight).to(qkv.dtype.element_ty).to(tl.float32)
+        first = (first * scale * first_weight.to(tl.float32)).to(qkv.dtype.element_ty).to(tl.float32)
+        second = (second * scale * second_weight.to(tl.float32)).to(qkv.dtype.element_ty).to(tl.float32)
     tl.store(base, (first * cos - second * sin).to(qkv.dtype.element_ty), mask=mask)
     tl.store(base + HEAD_DIM // 2, (second * cos + first * sin).to(qkv.dtype.element_ty), mask=mask)
 

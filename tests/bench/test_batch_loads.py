@@ -74,6 +74,17 @@ def test_kernels_are_named_shortly_and_added_up():
     assert [[one.name for one in group] for group in groups.values()] == [["x_gemm"], [], [], [], ["rope", "memcpy"]]
 
 
+def test_gaps_are_the_idle_time_between_neighbours():
+    a, b = "a_kernel<4>(int)", "b_kernel"
+    found = breakdown.gaps(
+        [(b, 16_000, 18_000), (a, 0, 10_000), (a, 21_000, 30_000), (b, 29_000, 40_000), (a, 42_000, 43_000)]
+    )
+    assert found == [breakdown.Gap("a_kernel", "b_kernel", 1, 0.006), breakdown.Gap("b_kernel", "a_kernel", 2, 0.005)]
+    within = breakdown.gaps([(a, 0, 100), (b, 10, 20), (a, 150, 160)])
+    assert within == [breakdown.Gap("a_kernel", "a_kernel", 1, 0.0001)], "idle is the time in which nothing runs"
+    assert breakdown.gaps([]) == []
+
+
 @pytest.fixture
 def told_counters(monkeypatch):
     """Names of the counters that any engine told, as the driver gives them."""

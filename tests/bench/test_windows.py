@@ -12,7 +12,7 @@ import pytest
 
 from rose.bench import carriers, fleet, load_client
 from rose.bench.fleet import ClientFailedError, EmptyWindowError, run_fleet, window
-from rose.bench.meter import Meter
+from rose.bench.meter import Meter, Sample
 from rose.errors import DeadlineExceeded
 from tests.support.moved_clock import Clock
 
@@ -138,7 +138,15 @@ def test_a_meter_reads_both_ends_of_its_window():
     assert meter.busy_share == pytest.approx(0.05 / 0.25)
     assert meter.graph_share == 0.75
     assert meter.first_runs == 2
-    assert meter.gpu_util is None
+    assert meter.gpu is None
+
+
+def test_a_meter_tells_the_means_of_what_it_sampled():
+    clock = Clock()
+    samples = iter([Sample(1.0, 1980, 690.4), Sample(0.5, 1500, 700.4), Sample(0.0, 1500, 101.0)])
+    meter = Meter(None, sample=lambda: next(samples), clock=clock, sleep=clock.sleep)
+    meter.watch(100.0, 100.15)
+    assert meter.gpu == Sample(0.75, 1740, 695)
 
 
 @pytest.mark.parametrize("held_up", ["begin", "end", "both"])

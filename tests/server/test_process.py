@@ -132,6 +132,13 @@ def test_batches_of_a_cpu_are_smaller_unless_asked(folder, asked, device, expect
     assert budgets.max_tokens == 128
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_batches_do_not_grow_with_the_longest_text(tmp_path, device):
+    long = read_model_folder(tiny_bert(tmp_path / "long", max_positions=32768))
+    expected = fit_budgets({}, read_model_folder(tiny_bert(tmp_path / "short")), torch.device(device)).bulk_tokens
+    assert fit_budgets({}, long, torch.device(device)).bulk_tokens == expected
+
+
 def test_a_text_longer_than_a_cpus_batch_is_still_served(tmp_path):
     long = read_model_folder(tiny_bert(tmp_path / "long", max_positions=4096))
     budgets = fit_budgets({}, long, torch.device("cpu"))
