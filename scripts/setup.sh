@@ -30,7 +30,9 @@ fi
 
 echo "setup: installing ROSE with [$extra] (the first time downloads PyTorch, about 200 MB for its CPU build)"
 quiet=(); [ -t 1 ] || quiet=(--quiet)
-.venv/bin/python -m pip install "${quiet[@]}" --disable-pip-version-check \
+# --no-compile: turning all of PyTorch and the rest into bytecode takes half of the whole set-up, on one core; Python does
+# it by itself for the few files that are imported.
+.venv/bin/python -m pip install "${quiet[@]}" --disable-pip-version-check --no-compile \
   --constraint constraints.txt --editable ".[$extra]" ||
   fail "pip could not install everything (its reason is above); with a network, run this again"
 printf '%s' "$wanted" > ".venv/.rose-setup-$extra"

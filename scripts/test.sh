@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything CI runs: lint, format, types, tests. Arguments go to pytest (for example: scripts/test.sh tests/hub -x).
+# Everything CI runs: lint, format, types, tests. Arguments go to pytest (for example: scripts/test.sh tests/hub -x): then
+# only lint, format and types run before it, and its tests run one after another.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh dev
@@ -7,7 +8,17 @@ scripts/setup.sh dev
 export OMP_NUM_THREADS=1
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/mypy
-.venv/bin/python -m pytest "$@"
+if [ $# -gt 0 ]; then
+  .venv/bin/mypy
+  exec .venv/bin/python -m pytest "$@"
+fi
+
+# Types are checked beside the tests, which take a core each: a process holds up to 3 GB.
+.venv/bin/mypy & types=$!
+trap 'kill $types 2>/dev/null || true' EXIT
+# A core that is done takes over from the end of another's: neighbours share their models and servers until then.
+parallel=(-n auto --maxprocesses 8 --dist worksteal)
+.venv/bin/python -m pytest "${parallel[@]}"
 # Triton decides when it is imported whether kernels are compiled or interpreted: their numbers are a process of their own.
-if [ $# -eq 0 ]; then TRITON_INTERPRET=1 .venv/bin/python -m pytest tests/kernels; fi
+TRITON_INTERPRET=1 .venv/bin/python -m pytest "${parallel[@]}" tests/kernels
+wait $types

@@ -41,10 +41,25 @@ def scaled_mm_ref(x: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor) -
         wide = x_scale.repeat_interleave(GROUP, 1)[:, : x.shape[1]]
         return F.linear(x.float() * wide, dequantize(weight, w_scale))
     if x.dtype == torch.int8 and weight.dtype == torch.int8:
-        product = torch._int_mm(x, weight.t()).float()  # exact, where fp32 ends at 2**24
+        product = _int_product(x, weight)
     else:
         product = F.linear(x.float(), weight.float())
     return product * x_scale.view(-1, 1) * w_scale.view(1, -1)
+
+
+# So many products of two int8 codes are at most 2**24: fp32 holds every sum of them exactly, in any order.
+_EXACT = 1024
+
+
+def _int_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Codes x [T, K] and weight [N, K] -> [T, N] fp32, rounded once from whole numbers.
+
+    By fp32 products: torch._int_mm has no fast form for a CPU without VNNI, 238 against 8 ms for 512 rows of 384 inputs
+    and 1536 outputs on one core of an AVX2 EPYC.
+    """
+    parts = zip(x.split(_EXACT, 1), weight.split(_EXACT, 1), strict=True)
+    products = [F.linear(left.float(), right.float()) for left, right in parts]
+    return products[0] if len(products) == 1 else torch.stack(products).double().sum(0).float()
 
 
 def scaled_linear_ref(

@@ -258,8 +258,10 @@ def test_a_peer_that_speaks_something_else(run, garbage):
 
 
 def test_a_server_that_reads_nothing_holds_callers_back_and_not_memory(run):
+    read_on = threading.Event()
+
     def stuck(connection, frame):
-        time.sleep(0.3)
+        read_on.wait(20)
         server.handler = echo
         echo(connection, frame)
 
@@ -271,6 +273,7 @@ def test_a_server_that_reads_nothing_holds_callers_back_and_not_memory(run):
             assert client._link._transport.get_write_buffer_size() < 16 << 20, "of 80 MB in all"
             with pytest.raises(DeadlineExceeded, match="took no request"):
                 await client.embed([[1]], deadline_s=0.02)
+            read_on.set()
             for result in await asyncio.gather(*calls):
                 assert result.vectors.tolist() == [[100_000, 100_000]] * 10
 

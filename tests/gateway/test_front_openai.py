@@ -70,7 +70,8 @@ def installed(version):
     done = folder / ".complete"
     if not done.exists():
         shutil.rmtree(folder, ignore_errors=True)  # what an interrupted installation left
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), f"openai=={version}"]
+        options = ["--quiet", "--no-compile", "--target", str(folder)]
+        install = [sys.executable, "-m", "pip", "install", *options, f"openai=={version}"]
         result = subprocess.run(install, capture_output=True, text=True, timeout=120, check=False)
         if result.returncode:
             pytest.skip(f"openai {version} cannot be installed: {result.stderr.strip().splitlines()[-1]}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
 import time
@@ -164,9 +165,10 @@ def test_every_change_is_logged_once_with_its_reason(text_folder, tmp_path, capl
 
     asyncio.run(run())
     messages = said()
-    # A killed process ends its connections in either way.
-    reset = "replica engine-7 is not ready: connection to engine-7 lost: [Errno 104] Connection reset by peer"
-    messages[3] = messages[3].replace(reset, "replica engine-7 is not ready: connection lost")
+    # A killed process ends its connections in any of these ways.
+    messages[3] = re.sub(
+        r"connection to engine-7 lost(: \[Errno 104\] Connection reset by peer)?$", "connection lost", messages[3]
+    )
     assert messages == [
         "replica engine-7 is loading",
         "replica engine-7 is ready",

@@ -116,7 +116,6 @@ def test_every_refusal_is_found_where_msgspec_found_it(kind, value):
         at = re.search(r"`\$\.?(\w+)", str(error)) or re.search(r"required field `(\w+)`", str(error))
         found = refused(kind, body)
         assert found.param == (at.group(1) if at else None)
-        assert "`" not in found.message
-        assert "$" not in re.sub(r"the text .*: expected", "", found.message)
+        assert not re.search(r"[`$]", re.sub(r"the text .*: expected", "", found.message))
         assert ": expected " in found.message
         assert "sent twice" not in found.message

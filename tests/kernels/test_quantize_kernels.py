@@ -203,6 +203,17 @@ def test_norms_in_codes(place, width, count):
     assert torch.equal(bits(codes), bits(quantize.quantize_static_triton(plain, scale)))
 
 
+@pytest.mark.parametrize("k", [1024, 1025, 2048, 3000])
+def test_int8_sums_are_exact(k):
+    """fp32 ends at 2**24, which 1024 products of the largest codes reach."""
+    x = torch.randint(-128, 128, (3, k), dtype=torch.int8, generator=torch.Generator().manual_seed(k))
+    w = torch.randint(-128, 128, (5, k), dtype=torch.int8, generator=torch.Generator().manual_seed(k + 1))
+    x[0], w[0], w[1] = -128, -128, 127
+    product = scaled_mm_ref(x, torch.ones(3, 1), w, torch.ones(5))
+    assert torch.equal(product, (x.long() @ w.long().T).float())
+    assert product[0, 0] == 128 * 128 * k
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [7, 1500])
 def test_on_the_cpu_the_reference_serves(kind, rows):

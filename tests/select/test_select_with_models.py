@@ -13,6 +13,7 @@ from rose.attention_backends.choose import Load, choose
 from rose.bench.shapes import build_checkpoint
 from rose.config import read_model_folder
 from rose.convert import load_model
+from rose.select import cpu
 from rose.select.grid import GridLoad
 from rose.select.layer_ways import LayerWays
 from rose.select.measure import Options, measure_heads, measure_model
@@ -83,7 +84,9 @@ def test_steps_of_generating_lie_in_pages_of_their_own() -> None:
 
 
 @pytest.mark.weights
-def test_minilm_on_the_cpu(minilm_folder: Path) -> None:
+def test_minilm_on_the_cpu(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Eight more rounds of 3 s would repeat these; what they decide is tested in test_cpu_budgets.py.
+    monkeypatch.setattr(cpu, "ROUNDS", 2)
     folder = read_model_folder(minilm_folder)
     result = measure_model(folder, CPU, torch.float32, "minilm", Options(seconds=60, batch_tokens=1024, max_rounds=4))
     (numbers,) = result.profile.models

@@ -105,4 +105,5 @@ def test_a_lost_device_is_noticed_by_the_first_failure(folder):
         (answer,) = ask_all(server.address, PROMPTS[:1], temperature=0.0)
         assert server.join(10) == 70
     assert isinstance(answer, RoseError)
-    assert model.broken <= 2
+    # Two were in flight, and the step that learns of them has launched the first retry if both were done by then.
+    assert model.broken <= 3

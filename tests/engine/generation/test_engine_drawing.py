@@ -125,8 +125,9 @@ def test_end_tokens(engine, reference):
     cut = tokens[: tokens.index(end) + 1]
     stopped = generate(engine, [ids], max_new_tokens=30, stop_ids=(end,), ignore_eos=True)[0]
     assert (stopped.tokens, stopped.finish) == (cut, Finish.STOP)
-    # The batch behind it was launched before anybody knew, unless the device answers before the host asks again.
-    assert engine.counters()["wasted_tokens"] in ((1,) if engine.executor.device.type == "cpu" else (0, 1))
+    # The batch behind it was launched before anybody knew, unless the first was done before the host, which may have to
+    # wait for a core, launched the next. The count itself is tested without a clock, in test_scheduler_plans.py.
+    assert engine.counters()["wasted_tokens"] in (0, 1)
 
 
 def test_the_models_own_end_tokens(device, folder, reference):
