@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 
 from rose.bench import loads
-from rose.bench.carriers import HttpDriver
+from rose.bench.carriers import HttpDriver, LinkDriver
 from rose.bench.failures import failed as told_failed
 from rose.bench.failures import over_models
 from rose.bench.loads import Load
@@ -76,6 +76,9 @@ def _run_model(target: Target, arguments: argparse.Namespace) -> int:
     fronts = ("--fronts", str(arguments.fronts))
     for place in places(target, ["http"], arguments, meanwhile=made, front_options=fronts):
         texts, expected = made()
+        if place.engine is not None:
+            with stage("every shape of batch", arguments.verbose):
+                _run_shapes(place.engine, read, arguments)
         with stage("check", arguments.verbose):
             cosine = _check(place, target, texts[0], expected)
         for in_flight in arguments.in_flight:
@@ -116,6 +119,18 @@ def run(
         row = replace(row, fronts=arguments.fronts)
     print_row(row)
     return row
+
+
+def _run_shapes(engine: LinkDriver, read: ModelFolder, arguments: argparse.Namespace) -> None:
+    """Every number of texts that may come together, plain, captured and replayed.
+
+    Some come once in many seconds, so that a window meets them for the first time however long the load ran before.
+    To be called before any single text: the engine cuts larger requests while those are expected.
+    """
+    for count in range(max(arguments.in_flight), 0, -1):
+        load = _load(count, arguments, together=True)
+        for some in loads.requests(load, read.architecture.vocab_size, 3):
+            engine.send(some)
 
 
 def _make(target: Target, read: ModelFolder, arguments: argparse.Namespace) -> tuple[list[str], Vectors]:

@@ -48,6 +48,7 @@ class HttpFront:
         work: path -> handler of POST requests that cost model time; refused while draining.
         pages: path -> endpoint of GET requests; answered until the end.
         max_body_bytes: largest body.
+        look: awaited before a handler; see `ReplicaPool.look`.
         bodies: room for all bodies together.
     """
 
@@ -55,6 +56,7 @@ class HttpFront:
         self,
         work: dict[str, Handler],
         pages: dict[str, Endpoint],
+        look: Callable[[], Awaitable[None]],
         *,
         max_body_bytes: int,
         bodies: BodyBudget,
@@ -62,6 +64,7 @@ class HttpFront:
         metrics: Metrics,
     ) -> None:
         self._work = work
+        self._look = look
         self._max_body = max_body_bytes
         self._bodies = bodies
         self._lifecycle = lifecycle
@@ -94,6 +97,7 @@ class HttpFront:
             body = await call.body(self._max_body, held)
             self._lifecycle.begin()  # not earlier: a body that never comes must not hold up a drain
             taken = True
+            await self._look()
             reply = await self._reply(call, handler, body)
             if self._lifecycle.draining and CLOSE not in reply.headers:
                 reply.headers.append(CLOSE)

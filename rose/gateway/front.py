@@ -149,6 +149,7 @@ def http_front(
             "/openapi.json": pages.openapi,
             "/docs": pages.docs,
         },
+        service.pool.look,
         max_body_bytes=service.config.max_body_bytes,
         bodies=bodies,
         lifecycle=lifecycle,

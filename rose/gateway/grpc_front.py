@@ -115,6 +115,7 @@ class GrpcFront:
         async def guarded(raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
             async with _Boundary(self._front, name, context) as boundary:
                 boundary.take(raw)
+                await self._front.pool.look()
                 return await method(raw, context)
 
         return grpc.unary_unary_rpc_method_handler(guarded)
@@ -123,6 +124,7 @@ class GrpcFront:
         async def guarded(raw: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[bytes, None]:
             async with _Boundary(self._front, name, context) as boundary:
                 boundary.take(raw)
+                await self._front.pool.look()
                 async with aclosing(method(raw, context)) as answers:
                     async for answer in answers:
                         yield answer

@@ -66,12 +66,14 @@ class Pages:
         return _json(Liveness(version=rose.__version__))
 
     async def ready(self, request: Request) -> Response:
+        await self._service.pool.look()
         readiness = self.readiness()
         if readiness.ready:
             return _json(readiness)
         return _json(readiness, 503, {"retry-after": "1"})
 
     async def models(self, request: Request) -> Response:
+        await self._service.pool.look()
         try:
             models = [self._model(self._service.pool.card)]
         except Unavailable:  # nothing has come up yet: an empty list is the truth
@@ -79,6 +81,7 @@ class Pages:
         return _json(ModelList(data=models))
 
     async def model(self, request: Request) -> Response:
+        await self._service.pool.look()
         try:
             return _json(self._model(self._service.card_for(request.path_params["model"])))
         except (UnknownModel, Unavailable) as error:

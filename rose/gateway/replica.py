@@ -1,8 +1,8 @@
 """One engine process as the front sees it: connected or not, accepted or refused, and how busy.
 
-A background task connects, checks the model card and connects again after a loss; every change is logged with its
-reason. Busy is healthy: only a connection that breaks, a drain, or a minute without any sign of life takes a replica
-out. Knows one light link; knows no other replica.
+A background task connects, checks the model card and connects again after a loss, at once where somebody asks for it
+(`look`); every change is logged with its reason. Busy is healthy: only a connection that breaks, a drain, or a minute
+without any sign of life takes a replica out. Knows one light link; knows no other replica.
 """
 
 from __future__ import annotations
@@ -71,6 +71,10 @@ class Replica:
         self._why = "connecting"
         self._was_ready = False
         self._closed = False
+        self._refused = False
+        self._watched = False
+        self._looks: list[asyncio.Future[None]] = []
+        self._hurry = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -97,7 +101,22 @@ class Replica:
             await asyncio.wait([self._watcher])
         self._closed = True
         self._why = "closed"
+        self._seen(self._looks)
         await self._drop()
+
+    def look(self) -> asyncio.Future[None]:
+        """Try to reach it now, not when its turn comes. Done once a try that began after this call has ended.
+
+        At once for one that is connected, whatever its state, and for one that was refused, which is asked but seldom.
+        """
+        done = asyncio.get_running_loop().create_future()
+        connected = self._watched and self._client is not None and self._client.connected
+        if connected or self._refused or self._closed:
+            done.set_result(None)
+        else:
+            self._looks.append(done)
+            self._hurry.set()
+        return done
 
     async def embed(
         self,
@@ -192,21 +211,44 @@ class Replica:
         while True:
             pause = retry_s
             retry_s = min(2 * retry_s, LAST_RETRY_S)
+            self._refused = self._watched = False
+            looks, self._looks = self._looks, []
             try:
                 await self._connect()
+                self._watched = True
+                self._seen(looks + self._looks)
+                self._looks = []
                 retry_s = pause = FIRST_RETRY_S
                 await self._watch()
             except Unavailable as error:
                 self._say(self._public(error).message)
             except RoseError as error:
                 self._say(f"refused: {self._public(error).message}")
+                self._refused = True
+                looks += self._looks
+                self._looks = []
                 pause = REFUSED_RETRY_S
             except Exception as error:
                 # Whatever it was, a replica that nobody watches would be lost for good.
                 log.exception("replica %s: an internal error; trying again", self.name)
                 self._say(f"an internal error of the front: {type(error).__name__}")
+            self._seen(looks)
             await self._drop()
-            await asyncio.sleep(pause)
+            await self._nap(pause)
+
+    def _seen(self, looks: Sequence[asyncio.Future[None]]) -> None:
+        for look in looks:
+            if not look.done():
+                look.set_result(None)
+
+    async def _nap(self, seconds: float) -> None:
+        """Until so long has passed, or somebody looks."""
+        if self._looks:
+            return
+        self._hurry.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._hurry.wait()
 
     async def _connect(self) -> None:
         try:
@@ -237,7 +279,7 @@ class Replica:
             except DeadlineExceeded:
                 raise Unavailable(f"no sign of life for {self._silence_s:g} s") from None
             self._say("draining" if self.stats.draining else "")
-            await asyncio.sleep(WATCH_S)
+            await self._nap(WATCH_S)
         raise Unavailable("connection lost")
 
     def _say(self, why: str) -> None:

@@ -31,6 +31,9 @@ SPREAD_TOKENS = 4096
 PART_BYTES = 32 << 20
 # A part whose connection is lost may have ended the engine: after so many losses no further engine is risked.
 MAX_LOSSES = 2
+# How long a request that finds no replica ready waits for one more try to reach them: a refused connection is known at
+# once, a model card takes milliseconds.
+LOOK_S = 0.5
 # Where an overloaded replica does not say when to come back.
 OVERLOAD_PAUSE_S = 0.1
 
@@ -90,6 +93,24 @@ class ReplicaPool:
     @property
     def ready(self) -> list[Replica]:
         return [replica for replica in self.replicas if replica.ready]
+
+    async def look(self) -> None:
+        """Where no replica is ready, try to reach them now; to be called before a request is taken.
+
+        A front tries in its own turns, up to a second apart. One of several on a port would refuse what a sibling that
+        was a turn ahead has already called ready to the same caller.
+        """
+        if self.ready:
+            return
+        loop = asyncio.get_running_loop()
+        end = loop.time() + LOOK_S
+        looks = {replica.look() for replica in self.replicas}
+        while looks and not self.ready:
+            done, looks = await asyncio.wait(
+                looks, timeout=max(0.0, end - loop.time()), return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                return
 
     def require_ready(self) -> list[Replica]:
         """The ready replicas. Raises Unavailable, with every replica's reason, if there is none."""

@@ -180,17 +180,19 @@ def test_a_row_names_the_backend_that_the_servers_profile_chooses(scratch, monke
     assert throughput.backend_name(target, read, load, "torch_sdpa") == "torch_sdpa"
 
 
-def test_concurrency_from_text_to_row(scratch, capfd, told_counters):
-    out = scratch / "texts.jsonl"
-    size = ["--tokens", "64", "--in-flight", "1", "2", "--seconds", "0.5", "--warm", "0.2"]
+@pytest.mark.parametrize("fronts", [1, 4])
+def test_concurrency_from_text_to_row(scratch, capfd, told_counters, fronts):
+    out = scratch / f"texts_{fronts}.jsonl"
+    size = ["--tokens", "64", "--in-flight", "1", "5", "--seconds", "0.5", "--warm", "0.2", "--fronts", str(fronts)]
     where = ["--folders", str(scratch / "made"), "--out", str(out), "--verbose", "--profile"]
     assert run("concurrency", "--model", "tiny-pplx-embed", *size, *where) == 0
     assert told_counters
     assert all({*FIRSTS, *RUNS, "device_us"} <= names for names in told_counters), "or first runs would be none unseen"
     rows = records.read_rows(out)
-    assert [(row.load, row.in_flight, row.batch) for row in rows] == [("concurrency-1", 1, 1), ("concurrency-2", 2, 1)]
-    profile = json.loads((scratch / "kernels_tiny-pplx-embed_2x64.json").read_text())
-    assert (profile["load"], profile["batch"], profile["tokens"]) == ("concurrency-2", 2, 64)
+    assert [(row.load, row.in_flight, row.batch) for row in rows] == [("concurrency-1", 1, 1), ("concurrency-5", 5, 1)]
+    assert {row.fronts or 1 for row in rows} == {fronts}
+    profile = json.loads((scratch / "kernels_tiny-pplx-embed_5x64.json").read_text())
+    assert (profile["load"], profile["batch"], profile["tokens"]) == ("concurrency-5", 5, 64)
     assert profile["share_by_kind"]["product"] > 0.05
     for row in rows:
         assert row.via == "http"
@@ -200,9 +202,9 @@ def test_concurrency_from_text_to_row(scratch, capfd, told_counters):
         assert row.p50_ms <= row.p90_ms <= row.p99_ms <= row.max_ms
         assert row.settled_s is not None
         assert row.settled_s >= 0.2
-        assert row.first_runs in range(row.in_flight), "a text alone has run, two may come together only now"
+        assert row.first_runs == 0, "whatever comes together has run before"
     told = capfd.readouterr().out
-    for what in ("folder of", "texts", "reference", "server ready", "check", "2 clients"):
+    for what in ("folder of", "texts", "reference", "server ready", "every shape", "check", "5 clients"):
         assert re.search(rf"^ +\d+\.\d\d s  {what}", told, re.M), what
 
 

@@ -1,6 +1,6 @@
 """Fronts and fake engines as processes of their own, for tests of signals and deaths.
 
-python -m tests.gateway.processes front|serve|engine JSON
+python -m tests.gateway.processes front|fronts|serve|engine JSON
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rose.config.serving import GatewayConfig
 from rose.errors import StartupError
+from rose.gateway.fronts import run_fronts
 from rose.gateway.run import run_front
 from rose.gateway.supervise import engine_command, serve
 from tests.gateway.conftest import card_for
@@ -92,6 +93,8 @@ def main():
     config = {"http_port": 0, "grpc_port": 0, **options.get("config", {})}
     if kind == "front":
         return run_front(GatewayConfig(replicas=tuple(options["replicas"]), **config), folder, on_listening=_say)
+    if kind == "fronts":
+        return run_fronts(GatewayConfig(replicas=tuple(options["replicas"]), **config), folder, on_listening=_say)
     if kind == "serve":
         engines = [
             engine_command(folder, one) if isinstance(one, list)  # arguments of a real engine

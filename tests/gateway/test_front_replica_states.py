@@ -10,13 +10,19 @@ import signal
 import socket
 import time
 from functools import partial
+from pathlib import Path
 
+import grpc
+import numpy as np
 import pytest
 
+import rose.gateway.replica as replica_module
 from rose.errors import InvalidInput, Overloaded, StartupError, Unavailable
 from rose.gateway.metrics import Metrics
 from rose.gateway.replica import Replica
 from rose.gateway.replicas import ReplicaPool
+from rose.proto import rose_pb2 as pb
+from rose.proto.convert import tokens_to_proto
 from tests.gateway.conftest import card_for, live_front
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.processes import running, wait_for
@@ -287,3 +293,110 @@ def test_an_error_about_an_input_is_not_a_reason_to_ask_another(text_folder, tmp
             assert sum(len(engine.seen) for engine in engines) == 1
 
     asyncio.run(run())
+
+
+@pytest.fixture
+def no_turns(monkeypatch):
+    """A front that has tried once does so again when somebody looks, and else not for the length of a test."""
+    for name in ("FIRST_RETRY_S", "LAST_RETRY_S", "WATCH_S"):
+        monkeypatch.setattr(replica_module, name, 600.0)
+
+
+def test_a_look_reaches_an_engine_that_came_up_since_the_last_try(text_folder, tmp_path, no_turns):
+    async def run():
+        engine = FakeEngine(str(tmp_path / "late"), card_for(text_folder))
+        async with ReplicaPool([f"unix:{engine.path}"], lambda *_: None, Metrics()) as pool:
+            for _ in range(2):  # the second time it comes back to those that were connected
+                await pool.look()
+                assert "nothing listens there" in pool.replicas[0].reason
+                async with engine:
+                    await asyncio.gather(*(pool.look() for _ in range(20)))
+                    check_rows(await pool.embed(sequences_of(5), deadline=soon()), sequences_of(5))
+                await until(lambda: not pool.ready)
+                Path(engine.path).unlink()
+
+    asyncio.run(run())
+
+
+def test_a_look_is_not_answered_by_a_try_that_began_before_it(text_folder, tmp_path, no_turns, monkeypatch):
+    """The one under way is about to fail although the engine is there by now."""
+    path = str(tmp_path / "engine")
+    connect = replica_module.AsyncClient.connect
+    failing, fail = asyncio.Event(), asyncio.Event()
+    tries = []
+
+    async def slow(*args, **kwargs):
+        tries.append(args)
+        if len(tries) == 1:
+            failing.set()
+            await fail.wait()
+            raise Unavailable("cannot connect")
+        return await connect(*args, **kwargs)
+
+    async def run():
+        monkeypatch.setattr(replica_module.AsyncClient, "connect", slow)
+        async with (
+            FakeEngine(path, card_for(text_folder)),
+            ReplicaPool([f"unix:{path}"], lambda *_: None, Metrics()) as pool,
+        ):
+            await failing.wait()
+            looks = asyncio.gather(pool.look(), pool.look())
+            await asyncio.sleep(0)
+            fail.set()
+            await looks
+            assert pool.ready
+            assert len(tries) == 2
+
+    asyncio.run(run())
+
+
+def test_a_look_waits_neither_for_a_silent_engine_nor_for_one_that_is_refused(text_folder, tmp_path, no_turns):
+    met = []
+
+    def refuse(card, address):
+        met.append(address)
+        raise StartupError("not this one")
+
+    async def run():
+        async with FakeEngine(str(tmp_path / "other"), card_for(text_folder)) as other:
+            async with ReplicaPool([f"unix:{other.path}"], refuse, Metrics()) as pool:
+                for _ in range(50):
+                    await pool.look()
+                assert len(met) == 1  # it is asked again, but seldom
+            with socket.socket(socket.AF_UNIX) as silent:
+                silent.bind(str(tmp_path / "silent"))
+                silent.listen()
+                async with ReplicaPool([f"unix:{tmp_path}/silent"], lambda *_: None, Metrics()) as pool:
+                    async with asyncio.timeout(20):
+                        await asyncio.gather(*(pool.look() for _ in range(50)))
+                    assert not pool.ready
+
+    asyncio.run(run())
+
+
+def test_every_surface_looks_before_it_refuses(text_folder, no_turns):
+    """One front of several may learn later than the others that the engine is back."""
+    message = pb.EmbedRequest(tokens=tokens_to_proto([np.array([5, 6])])).SerializeToString()
+    with live_front(text_folder, card_for(text_folder)) as live:
+        (engine,) = live.engines
+        (replica,) = live.front.pool.replicas
+        channel = grpc.insecure_channel(live.listening.grpc)
+
+        async def away_and_back():
+            await engine.__aexit__()
+            await until(lambda: not replica.ready)
+            Path(engine.path).unlink()
+            await engine.__aenter__()
+
+        surfaces = {
+            "embeddings": lambda: live.embed([5, 6]).raise_for_status(),
+            "ready": lambda: live.client.get("/ready").raise_for_status(),
+            "model": lambda: live.client.get("/v1/models/tiny/embedder").raise_for_status(),
+            "grpc": lambda: channel.unary_unary("/rose.v1.Rose/Embed")(message, timeout=30),
+        }
+        with channel:
+            for name, ask in surfaces.items():
+                live.run(away_and_back)
+                assert not replica.ready, name
+                ask()
+                assert replica.ready, name

@@ -11,7 +11,8 @@ import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 
 import grpc
@@ -104,6 +105,61 @@ def test_grpc_shares_its_port_too(text_folder, tmp_path):
                 raw = channel.unary_unary("/rose.v1.Rose/Embed")(message, timeout=30)
             assert pb.EmbedResponse.FromString(raw).prompt_tokens == 3
         assert number(http, "rose_items_total") == 12
+
+
+def status(address, method, path, body=None):
+    """Over a connection of its own."""
+    with closing(HTTPConnection(address, timeout=30)) as connection:
+        connection.request(method, path, body)
+        return connection.getresponse().status
+
+
+def is_ready(address):
+    return status(address, "GET", "/ready") == 200
+
+
+def statuses(address, count=200):
+    """Of so many requests, from the first front that calls itself ready on."""
+    wait_for(lambda: is_ready(address))
+    return {status(address, "POST", "/v1/embeddings", b'{"input": [5, 6, 7]}') for _ in range(count)}
+
+
+@pytest.mark.parametrize("child", [True, False], ids=["child", "remote"])
+def test_what_one_front_called_ready_no_other_refuses(text_folder, tmp_path, child):
+    """While the engine loads, each front asks for it in turns of its own, up to a second apart."""
+    engine = {"folder": str(text_folder), "pids": str(tmp_path / "pids"), "loads_s": 3.0}
+    config = {"fronts": FRONTS, "grpc_port": None}
+    with ExitStack() as stack:
+        if child:
+            options = {"folder": str(text_folder), "engines": [engine], "config": config}
+            process = stack.enter_context(running("serve", **options))
+        else:
+            engine |= {"address": f"unix:{tmp_path}/engine", "loads_s": 4.0}
+            stack.enter_context(running("engine", **engine))
+            options = {"folder": str(text_folder), "replicas": [engine["address"]], "config": config}
+            process = stack.enter_context(running("fronts", **options))
+        http, _ = ports(process)
+        assert not is_ready(http)
+        assert statuses(http) == {200}
+        # The same where an engine comes back: those that were connected look for it in turns again.
+        (pid,) = map(int, (tmp_path / "pids").read_text().split())
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not is_ready(http))
+        if not child:
+            stack.enter_context(running("engine", **engine))
+        assert statuses(http) == {200}
+
+
+def test_grpc_of_another_front_answers_what_http_called_ready(text_folder, tmp_path):
+    message = pb.EmbedRequest(tokens=tokens_to_proto([np.array([5, 6, 7])])).SerializeToString()
+    engines = [{"folder": str(text_folder), "pids": str(tmp_path / "pids"), "loads_s": 3.0}]
+    with running("serve", folder=str(text_folder), engines=engines, config={"fronts": FRONTS}) as process:
+        http, address = ports(process)
+        wait_for(lambda: is_ready(http))
+        for _ in range(40):
+            with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+                raw = channel.unary_unary("/rose.v1.Rose/Embed")(message, timeout=30)
+            assert pb.EmbedResponse.FromString(raw).prompt_tokens == 3
 
 
 def test_gauges_of_all_fronts_are_added(text_folder, tmp_path):
