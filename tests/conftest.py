@@ -1,4 +1,5 @@
-"""What every test may ask for: the pulled model, and the rule that GPU tests need a GPU."""
+"""What every test may ask for: the pulled model, and the rules that GPU tests need a GPU and that transformers is a
+reference of plain torch."""
 
 from __future__ import annotations
 
@@ -7,8 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from rose.bench.plain_transformers import without_kernels
 from rose.errors import PullError
 from rose.hub import resolve
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """transformers imports its models when they are first asked for, in any test: none of them finds other kernels."""
+    hidden = without_kernels()
+    hidden.__enter__()
+    config.add_cleanup(lambda: hidden.__exit__(None, None, None))
 
 
 @pytest.fixture(scope="session")

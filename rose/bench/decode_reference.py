@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from rose.bench.carriers import Ids
+from rose.bench.plain_transformers import plain_transformers
 from rose.config import ModelFolder
 
 # The best token leads clearly when it is ahead of the next by so many times what half precision moves a logit.
@@ -44,7 +45,7 @@ class DecodeReference:
     """
 
     def __init__(self, read: ModelFolder, device: torch.device) -> None:
-        import transformers
+        transformers = plain_transformers()
 
         folder: Path = read.backbone_path
         self._device = device

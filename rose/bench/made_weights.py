@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rose.bench.plain_transformers import plain_transformers
+
 STD = 0.02
 SHARD_BYTES = 2 << 30
 # Shards held in memory while they are written.
@@ -101,7 +103,7 @@ def write_weights(
 
 
 def _parameters(config: Mapping[str, Any], transformers_class: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    import transformers
+    transformers = plain_transformers()
 
     made = transformers.AutoConfig.for_model(**config)
     with torch.device("meta"):

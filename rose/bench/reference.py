@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rose.bench.plain_transformers import plain_transformers
 from rose.config import read_model_folder
 
 Vectors = npt.NDArray[np.float32]
@@ -23,7 +24,7 @@ class Reference:
     """One folder in transformers, fp32, one sequence at a time, tf32 off."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        import transformers
+        transformers = plain_transformers()
 
         self._device = device
         read = read_model_folder(folder)
