@@ -39,7 +39,7 @@ _ENGINE_LIMITS = {
     "--kv-cache-bytes": "memory for keys and values of generating sequences (default: what is left; 1 GiB on the CPU)",
     "--page-size": "tokens a page of it (default: 16)",
     "--state-cache-bytes": "memory for states of hybrid models kept for prompts that start alike (default: 256 MiB on "
-    "the CPU, none on CUDA)",
+    "the CPU, none on CUDA; not with --no-prefix-cache)",
 }
 # option -> field of GatewayConfig, type, help. What is not given keeps the field's own default.
 _FRONT_LIMITS: dict[str, tuple[str, type, str]] = {

@@ -1,14 +1,14 @@
 """How large a text or list gets that a template makes of a small one, told before it is made.
 
-Padding, indenting, joining and replacing can make gigabytes of a few characters in one call, between two looks at any
-clock. Sizes are upper bounds, and near what comes out for everything an honest template does. Knows what str's methods
-and jinja2's filters do; knows neither budgets nor templates.
+Padding, indenting, joining, replacing, and writing a list that holds one text many times can make gigabytes of a few
+characters in one call, between two looks at any clock. Sizes are upper bounds, near what comes out for everything an
+honest template does. Knows what str's methods and jinja2's filters do; knows neither budgets nor templates.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, ItemsView, KeysView, Mapping, Sequence, ValuesView
 from typing import Any
 
 from jinja2.filters import do_map
@@ -17,6 +17,26 @@ from jinja2.runtime import Context
 _NUMBER = re.compile(r"\d+")
 # A field whose width is a field itself, and the other's name.
 _NESTED = re.compile(r":[^{}]*\{(\w*)")
+# Filters that write any value as text.
+_WRITING = (
+    "string",
+    "escape",
+    "e",
+    "forceescape",
+    "safe",
+    "upper",
+    "lower",
+    "capitalize",
+    "title",
+    "trim",
+    "pprint",
+    "striptags",
+    "truncate",
+    "urlencode",
+    "urlize",
+    "wordcount",
+    "xmlattr",
+)
 # (value, upper bound of what comes out); the value is another one where an iterator had to be read.
 Grown = tuple[Any, int]
 Growing = Callable[..., Grown]
@@ -54,57 +74,89 @@ def of_percent(text: str, values: Any) -> int:
     return _formatted(text, each) + (_largest(each) if "*" in text else 0)
 
 
+def shown(value: Any, known: dict[int, int] | None = None) -> int:
+    """Size of `str(value)`, before characters are escaped. What lists hold several times is looked at once, and counted
+    each time: a list of itself twice over, forty times, is told at once.
+
+    Args:
+        known: id -> size of the lists and mappings looked at so far, which all stay alive meanwhile.
+    """
+    if isinstance(value, str):
+        return len(value)
+    if not isinstance(value, (list, tuple, set, frozenset, Mapping, KeysView, ValuesView, ItemsView)):
+        return 0
+    known = {} if known is None else known
+    if (size := known.get(id(value))) is None:
+        if isinstance(value, (Mapping, ItemsView)):
+            pairs = value.items() if isinstance(value, Mapping) else value
+            size = 2 + sum(4 + shown(key, known) + shown(held, known) for key, held in pairs)
+        else:
+            size = 2 + sum(2 + shown(held, known) for held in value)
+        known[id(value)] = size
+    return size
+
+
 def _center(context: Context, value: Any, width: Any = 80) -> Grown:
-    return value, max(_size(value), _largest([width]))
+    return value, max(shown(value), _largest([width]))
 
 
 def _indent(context: Context, value: Any, width: Any = 4, *args: Any, **kwargs: Any) -> Grown:
     step = len(width) if isinstance(width, str) else _largest([width])
-    text = str(value)
-    return value, len(text) + (text.count("\n") + 1) * step
+    text = value if isinstance(value, str) else ""  # a list is written in one line
+    return value, shown(value) + (text.count("\n") + 1) * step
 
 
 def _counted(context: Context, value: Any, *args: Any, **kwargs: Any) -> Grown:
-    """slice and batch: lists of as many entries as they are told; tojson, whose lines are indented so far."""
+    """slice and batch: lists of as many entries as they are told."""
     return value, _largest([*args, *kwargs.values()])
+
+
+def _json(context: Context, value: Any, *args: Any, **kwargs: Any) -> Grown:
+    return value, shown(value) + _largest([*args, *kwargs.values()])
+
+
+def _shown(context: Context, value: Any, *args: Any, **kwargs: Any) -> Grown:
+    return value, shown(value)
 
 
 def _wrapped(context: Context, value: Any, width: Any = 79, *args: Any, **kwargs: Any) -> Grown:
     between = max([1, *(len(one) for one in (*args, *kwargs.values()) if isinstance(one, str))])
-    text = str(value)
+    if not isinstance(value, str):
+        return value, shown(value) * (1 + between)
+    text = value
     lines = len(text) // max(1, _largest([width])) + len(text.splitlines()) + text.count(" ") + 1
     return value, len(text) + lines * between
 
 
 def _format(context: Context, value: Any, *args: Any, **kwargs: Any) -> Grown:
-    return value, of_percent(str(value), (*args, *kwargs.values()))
+    return value, of_percent(value, (*args, *kwargs.values())) if isinstance(value, str) else shown(value)
 
 
 def _replace(context: Context, value: Any, old: Any, new: Any, count: Any = None) -> Grown:
-    return value, _replaced(str(value), str(old), str(new))
+    parts = (value, old, new)
+    if not all(isinstance(part, str) for part in parts):
+        return value, (1 + shown(value)) * (1 + shown(new)) + shown(old)
+    return value, _replaced(*parts)
 
 
 def _join(context: Context, value: Any, d: Any = "", attribute: Any = None) -> Grown:
     items = list(value)
-    shown = items if attribute is None else list(do_map(context, items, attribute=attribute))
-    return items, _joined(shown, str(d))
+    parts = items if attribute is None else list(do_map(context, items, attribute=attribute))
+    return items, _joined(parts, str(d))
 
 
 FILTERS: Mapping[str, Growing] = {
     "center": _center,
     "indent": _indent,
-    "tojson": _counted,
+    "tojson": _json,
     "slice": _counted,
     "batch": _counted,
     "wordwrap": _wrapped,
     "format": _format,
     "replace": _replace,
     "join": _join,
+    **dict.fromkeys(_WRITING, _shown),
 }
-
-
-def _size(value: Any) -> int:
-    return len(value) if isinstance(value, str) else 0
 
 
 def _largest(values: Sequence[Any]) -> int:
@@ -115,11 +167,11 @@ def _formatted(text: str, values: Sequence[Any]) -> int:
     """Each number written in the text may be a width, and each value may stand in every place."""
     widths = sum(int(digits[:12]) for digits in _NUMBER.findall(text))
     places = text.count("{") + text.count("%")
-    return len(text) + widths + places * max([0, *map(_size, values)])
+    return len(text) + widths + places * max([0, *map(shown, values)])
 
 
 def _joined(parts: Sequence[Any], between: str) -> int:
-    return sum(map(_size, parts)) + len(between) * len(parts)
+    return sum(map(shown, parts)) + len(between) * len(parts)
 
 
 def _replaced(text: Any, old: Any, new: Any) -> int:

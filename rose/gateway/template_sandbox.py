@@ -34,6 +34,8 @@ MAX_BITS = 4096
 # Characters of a block or macro that is put together before the budget sees it; a model's own limit is far below.
 MAX_BLOCK = 1 << 26
 _SIZED = (str, list, tuple)
+# Methods of texts and numbers that make bytes.
+_BYTES = ("encode", "to_bytes")
 
 
 class OverBudget(Exception):
@@ -95,13 +97,18 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock])
+        extensions = ["jinja2.ext.loopcontrols", _GenerationBlock]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=_written)
         self.filters["tojson"] = _tojson
         for name, growing in growth.FILTERS.items():
             self.filters[name] = _bounded(growing, self.filters[name])
         del self.globals["lipsum"]
         self.filters[_EACH], self.filters[_JOINED] = _each, _joined
         self.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now, "namespace": _Namespace}
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Bytes are no text of a template's, and grow by methods of their own."""
+        return attr not in _BYTES and not isinstance(obj, bytes) and super().is_safe_attribute(obj, attr, value)
 
     def call(self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget = _budget(__context)
@@ -183,6 +190,9 @@ class _Namespace(Namespace):
         _check_name(name)
         super().__setitem__(name, value)
 
+    def __repr__(self) -> str:
+        return "<Namespace>"  # what it holds may be anything, itself too
+
 
 def _check_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
@@ -211,9 +221,18 @@ def _each(context: Context, items: Iterable[Any]) -> _Ticking:
 
 @pass_context
 def _joined(context: Context, parts: list[Any]) -> str:
+    _budget(context).check(growth.shown(parts) - 2 * len(parts) - 2)
     texts = [str(part) for part in parts]
     _budget(context).check(sum(map(len, texts)))
     return "".join(texts)
+
+
+@pass_context
+def _written(context: Context, value: Any) -> Any:
+    """What {{ }} is about to write."""
+    if not isinstance(value, str):
+        _budget(context).check(growth.shown(value))
+    return value
 
 
 def _bounded(growing: growth.Growing, plain: Callable[..., Any]) -> Callable[..., Any]:

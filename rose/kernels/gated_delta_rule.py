@@ -38,6 +38,10 @@ _BOUNDS = 1024
 # Narrower heads of 16 bits are left to the reference on a GPU: with 16 wide keys the compiled products of _solve_chunks
 # reached beyond their memory on an H200 (Triton 3.6). Published models have 128.
 _LEAST_DIM = 64
+# Rows of queries, keys and values lie multiples of so many values apart, as the convolution writes them. In bf16 on an
+# H200 (Triton 3.6) rows 197 to 523 values apart came out wrong by their own size, in all 12 cases of more than two
+# tokens; with rows a multiple of 16 apart all were right. The PTX of both is right when it is interpreted: NOTES.md.
+_ROW_MULTIPLE = 16
 # Of the triangular inverse, which is rounded to the dtype once it is made: 2^-16 in three products of bf16 halves.
 _PRECISION = {torch.float32: "ieee", torch.bfloat16: "bf16x3", torch.float16: "tf32x3"}
 
@@ -300,6 +304,8 @@ def gated_delta_rule_triton(
     qkv: Tensor, gates: Gates, cu_seqlens: Tensor, heads: DeltaHeads, carried: Carried | None = None
 ) -> Tensor:
     check_heads(qkv, gates, heads)
+    if qkv.stride(0) % _ROW_MULTIPLE:
+        raise ValueError(f"rows of qkv must lie a multiple of {_ROW_MULTIPLE} values apart; they are {qkv.stride(0)}")
     require_contiguous(cu_seqlens=cu_seqlens)
     T, B = qkv.shape[0], cu_seqlens.shape[0] - 1
     HK, HV, DK, DV = heads
@@ -378,12 +384,16 @@ def gated_delta_rule(
     """The rule within each packed sequence.
 
     Args:
-        qkv: [T, heads.channels]: queries, keys and values side by side, heads in order; rows may be strided.
+        qkv: [T, heads.channels]: queries, keys and values side by side, heads in order. On a GPU rows lie a multiple of
+            16 values apart.
         cu_seqlens: [B + 1] int32; rows outside of it are not read.
         carried: pool [rows, Hv, key_dim, value_dim] fp32 of states; None where every sequence is whole.
 
     Returns:
         [T, Hv, value_dim] in qkv's dtype; the state and its sums in fp32. On a GPU rows outside cu_seqlens are not set.
+
+    Raises:
+        ValueError: on a GPU, shapes or layouts that do not belong together.
     """
     wide = qkv.dtype is torch.float32 or min(heads.key_dim, heads.value_dim) >= _LEAST_DIM
     return (gated_delta_rule_triton if runs_triton(qkv) and wide else gated_delta_rule_ref)(

@@ -61,6 +61,25 @@ THINKING = """\
 {%- endif %}
 """
 TEXTS = ("Hello", "  hi there \n", "猫🦜 e\u0301", "a\n\nb", "<b>&\"'", "{{ 7 * 7 }}", "x" * 40, "1234", "\n")
+# A list that holds the same list twice, sixty times over.
+NESTED = "{% set n = namespace(x=['a']) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+# Filters that write a list as text.
+WRITING = (
+    "string",
+    "tojson",
+    "escape",
+    "upper",
+    "title",
+    "trim",
+    "pprint",
+    "urlencode",
+    "indent",
+    "wordwrap",
+    "center",
+    "replace('a', 'b')",
+    "format(1)",
+    "wordcount",
+)
 DOUBLING = "{% set ns = namespace(a='aaaa') %}{% for i in range(9) %}{% set ns.a = ns.a OP ns.a %}{% endfor %}"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
@@ -265,6 +284,20 @@ def test_what_the_template_says_is_wrong_is_told(thinking):
         ("{{ lipsum(n=10000, max=10000) }}", "UndefinedError"),
         (DOUBLING.replace("OP", "~"), "1000 characters"),
         (DOUBLING.replace("OP", "+"), "1000 characters"),
+        ("{{ 'a'.encode().ljust(10**9) }}", "attribute 'encode' of 'str' object is unsafe"),
+        ("{{ ('a'|attr('encode'))() }}", "SecurityError"),
+        ("{{ (5).to_bytes(10**9, 'big') }}", "attribute 'to_bytes' of 'int' object is unsafe"),
+        ("{{ true.to_bytes(10**9, 'big') }}", "attribute 'to_bytes' of 'bool' object is unsafe"),
+        *((f"{{{{ (['a' * 900] * 900)|{name} }}}}", "1000 characters") for name in WRITING),
+        *((NESTED + f"{{% set y = n.x|{name} %}}", "1000 characters") for name in WRITING),
+        (NESTED + "{{ {'a': n.x}|xmlattr }}", "1000 characters"),
+        (NESTED + "{{ n.x }}", "1000 characters"),
+        (NESTED + "{{ {'a': n.x}.items() }}", "1000 characters"),
+        (NESTED + "{{ {'a': n.x}.values()|string }}", "1000 characters"),
+        (NESTED + "{{ 'a' ~ n.x }}", "1000 characters"),
+        (NESTED + "{{ '%s' % (n.x,) }}", "1000 characters"),
+        (NESTED + "{{ '{}'.format(n.x) }}", "1000 characters"),
+        (NESTED + "{{ [n.x, n.x]|join }}", "1000 characters"),
     ],
 )  # fmt: skip
 def test_templates_that_go_wrong_are_an_error_of_the_request(source, words, tmp_path):
@@ -297,6 +330,9 @@ def test_a_block_is_put_together_within_bounds(tmp_path):
         ("{{ [1, 2, 3]|batch(2)|list }}|{{ [1, 2, 3]|slice(2)|list }}", "[[1, 2], [3]]|[[1, 2], [3]]"),
         ("{{ messages|map(attribute='role')|join('-') }}", "user"),
         ("{{ 'a\nb'|indent(2) }}|{{ 'a\nb'|indent('> ', true) }}", "a\n  b|> a\n> b"),
+        ("{{ [1, 'a']|string }}|{{ {'a': [1]} }}|{{ {'a': 1}.items() }}", "[1, 'a']|{'a': [1]}|dict_items([('a', 1)])"),
+        ("{{ ['a', 'b']|upper }}|{{ 'a' ~ [1] ~ none }}|{{ [1]|replace('1', '2') }}", "['A', 'B']|a[1]None|[2]"),
+        ("{{ {'encode': 1}.encode }}", "1"),
         ("{{ {'a': [1]}|tojson(indent=2) }}", '{\n  "a": [\n    1\n  ]\n}'),
         ("{{ 'ab'.replace('a', 'c') }}|{{ 'aab'|replace('a', 'c', 1) }}|{{ 'ab'|center(4) }}", "cb|cab| ab "),
         ("{{ 'a b c'|wordwrap(3) }}", "a b\nc"),

@@ -209,6 +209,8 @@ def _saved_states(model: GenerativeModel, config: EngineConfig, device: torch.de
             raise StartupError("state_cache_bytes: this model keeps no recurrent state; leave it out")
         return 0
     if not config.prefix_cache:
+        if config.state_cache_bytes:
+            raise StartupError("state_cache_bytes: without the prefix cache no state is found again; leave it out")
         return 0
     row = StatePools.row_bytes(model.recurrent, dtype)
     asked = config.state_cache_bytes

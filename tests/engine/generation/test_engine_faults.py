@@ -331,7 +331,9 @@ def test_states_to_be_found_again_have_their_own_memory(folder):
     assert (limits.saved_states, limits.prefix_cache) == (3, True)
     limits = build(folder, "cpu", model=model, max_running=5, state_cache_bytes=1 << 30).limits
     assert limits.saved_states == 2 * 5, "no more than could ever be of use: a state in 256 tokens of each sequence"
-    assert build(folder, "cpu", model=model, prefix_cache=False, state_cache_bytes=1 << 30).limits.saved_states == 0
+    assert build(folder, "cpu", model=model, prefix_cache=False).limits.saved_states == 0
+    with pytest.raises(StartupError, match="state_cache_bytes: without the prefix cache no state is found again"):
+        build(folder, "cpu", model=model, prefix_cache=False, state_cache_bytes=1 << 30)
     for asked in (row - 1, -(1 << 30)):
         with pytest.raises(StartupError, match=f"of {asked}: one state of this model takes {row} bytes"):
             build(folder, "cpu", model=model, state_cache_bytes=asked)

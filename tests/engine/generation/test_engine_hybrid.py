@@ -58,7 +58,7 @@ def test_arrivals_and_aborts_at_any_time(device, hybrid, expected, seed):
 @pytest.mark.parametrize("reuse", [False, True])
 def test_pages_run_out(device, hybrid, expected, reuse):
     """A sequence that loses its pages begins again from nothing, or from a state that was kept."""
-    sharing = {"prefix_cache": reuse, "state_cache_bytes": 1 << 22}
+    sharing = {"prefix_cache": reuse, "state_cache_bytes": 1 << 22 if reuse else 0}
     engine = build(hybrid, device, pages=12, prefill_tokens=40, **sharing)  # of the attending layer: 48 of 4 tokens
     answers = generate(engine, [ids for ids, _ in expected], max_new_tokens=NEW)
     assert [answer.tokens for answer in answers] == [tokens for _, tokens in expected]
