@@ -49,10 +49,7 @@ import uvicorn
 import uvloop
 from tokenizers import Tokenizer, models
 
-from rose.bench.loads import SEED
 from rose.bench.machine import commit, cpu_model
-from rose.bench.pseudo_texts import exact_texts
-from rose.bench.texts import english_words
 from rose.client import Client
 from rose.config.serving import GatewayConfig
 from rose.gateway.tokenizer import TextTokenizer
@@ -269,6 +266,11 @@ def wait_ready(call: Callable[[], object]) -> None:
 
 
 def make_texts(tokenizer: TextTokenizer) -> list[str]:
+    # Not for the servers, which are this file too: a front has no torch.
+    from rose.bench.loads import SEED
+    from rose.bench.pseudo_texts import exact_texts
+    from rose.bench.texts import english_words
+
     def count(some: list[str]) -> list[int]:
         return [len(ids) for ids in tokenizer.encode(some)]
 
