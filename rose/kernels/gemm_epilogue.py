@@ -92,7 +92,12 @@ def serves(x: Tensor, n: int, activation: str | None, *, gated: bool) -> bool:
 
 def serves_codes(x: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor, activation: str, *, gated: bool) -> bool:
     """Whether a product of codes x [T, K] and weight [N, K] (gated: [2 N, K]) that ends in e4m3 codes can be done here:
-    one scale for all rows, one for the weight or for each of its outputs."""
+    one scale for all rows, one for the weight or for each of its outputs.
+
+    A gated pair is left to the passes apart: on an H200 some of its codes were further from fp64 than its test allows.
+    """
+    if gated:
+        return False
     (n, k), fp8 = weight.shape, torch.float8_e4m3fn
     known = activation in _OF_CODES and (activation, gated, True) not in _failed
     scales = x_scale.numel() == 1 and x_scale.dim() == 1 and w_scale.dim() == 1

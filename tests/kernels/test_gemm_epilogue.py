@@ -97,7 +97,7 @@ def test_codes(activation, gated, with_bias, whole, tokens, n, k, tiling):
     on_hopper_with_quack()
     x, sx, w, sw, bias = codes_of_a_layer(tokens, n, k, "cuda", whole)
     given = bias if with_bias else None
-    assert gemm_epilogue.serves_codes(x, sx, w, sw, activation, gated=gated)
+    assert gemm_epilogue.serves_codes(x, sx, w, sw, activation, gated=gated) is not gated
     scale = torch.tensor([0.01], device="cuda")
     out = gemm_epilogue.codes_epilogue(x, sx, w, sw, given, activation, scale, gated=gated, tiling=tiling)
     wide = (x.double() * sx.double()) @ dequantize(w, sw).double().T + (bias.double() if with_bias else 0)
