@@ -89,7 +89,9 @@ def steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[str]]]:
             "fp8/throughput",
             [python, "-m", "rose.bench.commands", "throughput", *chosen(FP8), *batches, *rows],
         )
-        yield "fp8/products", [python, "benchmarks/kernels/scaled_mm.py", "--out", str(out)]
+        products = [python, "benchmarks/kernels/scaled_mm.py", "--out", str(out)]
+        yield "fp8/products", products
+        yield "fp8/codes", [*products, "--codes", "--tokens", "12800", "25600"]
     elif part in LOAD_PARTS:
         yield from load_steps(part, out, quick)
     elif part == "select":

@@ -11,6 +11,11 @@ One request of 128 ids at a time, 1024 floats back; an engine process of pretenc
     grpc pool   the same on grpc's server of threads
     grpc        the front: Embed, tokens in
 
+With `--tokenizer FOLDER` (`rose pull xlm-roberta` prints one) two more, of eight English texts of 512 tokens in turn:
+
+    encode      the front's tokenizer alone, in this process
+    http text   the front: /v1/embeddings, a text in, base64 out
+
 Each carrier has its process, and all of them run at the same time; they take turns of `--turn` requests, so that
 whatever else the machine does falls on all of them. Of each: p50 of the best turn, p50 and p99 of all requests, and the
 processor time that its process spent on one, in µs. `--gap-ms` waits between requests: processors go to sleep and
@@ -25,15 +30,17 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from itertools import cycle
 from pathlib import Path
 
 import grpc
@@ -45,12 +52,14 @@ from tokenizers import Tokenizer, models
 from rose.bench.machine import commit, cpu_model
 from rose.client import Client
 from rose.config.serving import GatewayConfig
+from rose.gateway.tokenizer import TextTokenizer
 from rose.proto import rose_pb2 as pb
 from rose.proto.address import parse_address
 from rose.proto.convert import tensor_to_proto, tokens_to_proto
 from rose.proto.frames import FrameDecoder, FrameType, encode_frame
 
 TOKENS, DIMENSION, VOCABULARY = 128, 1024, 250_000
+TEXT_TOKENS, TEXTS = 512, 8
 METHOD = "/rose.v1.Rose/Embed"
 IDS = np.random.default_rng(0).integers(5, VOCABULARY, TOKENS, dtype=np.int32)
 VECTOR = np.full((1, DIMENSION), DIMENSION**-0.5, dtype=np.float32)
@@ -191,15 +200,15 @@ def over_grpc(target: str) -> Callable[[], object]:
     return lambda: call(MESSAGE)
 
 
-def over_http(target: str) -> Callable[[], object]:
+def over_http(target: str, bodies: Sequence[bytes] = (BODY,)) -> Callable[[], object]:
     where = parse_address(target)
     connection = socket.create_connection((where.host, where.port))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     head = f"POST /v1/embeddings HTTP/1.1\r\nHost: {target}\r\nContent-Type: application/json\r\n"
-    request = f"{head}Content-Length: {len(BODY)}\r\n\r\n".encode() + BODY
+    requests = cycle([f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body for body in bodies])
 
     def call() -> None:
-        connection.sendall(request)
+        connection.sendall(next(requests))
         answer = connection.recv(65536)
         while not answer.endswith(b"}"):
             answer += connection.recv(65536)
@@ -256,10 +265,27 @@ def wait_ready(call: Callable[[], object]) -> None:
             time.sleep(0.05)
 
 
-def measure(turns: int, requests: int, gap_s: float, answer_s: float, spin_s: float) -> dict[str, dict[str, float]]:
+def make_texts(tokenizer: TextTokenizer) -> list[str]:
+    # Not for the servers, which are this file too: a front has no torch.
+    from rose.bench.loads import SEED
+    from rose.bench.pseudo_texts import exact_texts
+    from rose.bench.texts import english_words
+
+    def count(some: list[str]) -> list[int]:
+        return [len(ids) for ids in tokenizer.encode(some)]
+
+    return exact_texts(TEXT_TOKENS, TEXTS, count, english_words(SEED))
+
+
+def measure(
+    turns: int, requests: int, gap_s: float, answer_s: float, spin_s: float, tokenizer_folder: Path | None
+) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(f"{name}/tokenizer.json")
+        if tokenizer_folder is None:
+            Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(f"{name}/tokenizer.json")
+        else:
+            shutil.copy(tokenizer_folder / "tokenizer.json", folder)
         at = {kind: stack.enter_context(running(kind, folder, answer_s, spin_s)) for kind in SERVERS}
         pid, (http, grpc_address) = at["front"]
         through_grpc = over_grpc(grpc_address)
@@ -272,6 +298,13 @@ def measure(turns: int, requests: int, gap_s: float, answer_s: float, spin_s: fl
         ):
             rows[label] = Row(connect(at[kind][1][0]), at[kind][0])
         rows |= {"http": Row(over_http(http), pid), "grpc": Row(through_grpc, pid)}
+        if tokenizer_folder is not None:
+            tokenizer = stack.enter_context(closing(TextTokenizer(folder)))
+            texts = make_texts(tokenizer)
+            bodies = [json.dumps({"model": "m", "input": text, "encoding_format": "base64"}).encode() for text in texts]
+            turn = cycle(texts)
+            rows["encode"] = Row(lambda: tokenizer.encode([next(turn)]), os.getpid())
+            rows["http text"] = Row(over_http(http, bodies), pid)
         for row in rows.values():
             row.warm(requests)
         for _ in range(turns):
@@ -288,13 +321,15 @@ def main() -> None:
     parser.add_argument("--gap-ms", type=float, default=0.0)
     parser.add_argument("--answer-us", type=float, default=0.0)
     parser.add_argument("--spin-us", type=float, default=0.0)
+    parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer.json, for rows of texts")
     parser.add_argument("--serve", choices=SERVERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         SERVERS[options.serve](options.folder, options.answer_us * 1e-6, options.spin_us * 1e-6)
         return
-    rows = measure(options.turns, options.turn, options.gap_ms * 1e-3, options.answer_us * 1e-6, options.spin_us * 1e-6)
+    gap_s, answer_s, spin_s = options.gap_ms * 1e-3, options.answer_us * 1e-6, options.spin_us * 1e-6
+    rows = measure(options.turns, options.turn, gap_s, answer_s, spin_s, options.tokenizer)
     for label, row in rows.items():
         print(f"{label:10}", row)
     if options.out:

@@ -39,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=512, help="of each text, special tokens included")
     parser.add_argument("--in-flight", nargs="+", type=int, default=list(IN_FLIGHT), help="client processes, in turn")
     parser.add_argument("--fronts", type=int, default=1, help="front processes (rose serve --fronts)")
+    parser.add_argument(
+        "--spin-seconds", type=float, default=0.0, help="fronts stay awake so long for an answer (0: sleep at once)"
+    )
     parser.add_argument("--backend", default="auto", help="attention backend")
     add_window_arguments(parser, seconds=8.0, warm=2.0)
 
@@ -73,8 +76,10 @@ def _run_model(target: Target, arguments: argparse.Namespace) -> int:
         return _make(target, read, arguments)
 
     failed = 0
-    fronts = ("--fronts", str(arguments.fronts))
-    for place in places(target, ["http"], arguments, meanwhile=made, front_options=fronts):
+    front_options = ["--fronts", str(arguments.fronts)]
+    if arguments.spin_seconds:
+        front_options += ["--replica-spin-seconds", str(arguments.spin_seconds)]
+    for place in places(target, ["http"], arguments, meanwhile=made, front_options=front_options):
         texts, expected = made()
         if place.engine is not None:
             with stage("every shape of batch", arguments.verbose):

@@ -7,9 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rose.kernels.gemm import activate_block
-from rose.kernels.launch import Ptr, cdiv, constexpr, jit, launch, require_contiguous, runs_triton, tl
-
-_BLOCK = 2048
+from rose.kernels.launch import Ptr, cdiv, constexpr, jit, launch, program_block, require_contiguous, runs_triton, tl
 
 
 def activate(x: Tensor, activation: str | None) -> Tensor:
@@ -45,23 +43,28 @@ def _activate(x: Ptr, size: Ptr, ACT: constexpr, BLOCK: constexpr, PDL: constexp
 
 
 @jit
-def _gated_activation(x: Ptr, out: Ptr, N: constexpr, ACT: constexpr, BLOCK: constexpr, PDL: constexpr) -> None:
+def _gated_activation(
+    x: Ptr, out: Ptr, size: Ptr, N: constexpr, ACT: constexpr, LARGE: constexpr, BLOCK: constexpr, PDL: constexpr
+) -> None:
+    """A program makes BLOCK values, wherever rows of N end. LARGE: x is counted in 64 bits."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = col < N
+    block = tl.program_id(0)
+    at = (block.to(tl.int64) if LARGE else block) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    source = at + at // N * N
     if PDL:
         tl.extra.cuda.gdc_wait()
-    gate = tl.load(x + row * (2 * N) + col, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x + row * (2 * N) + N + col, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * N + col, (activate_block(gate, ACT) * up).to(out.dtype.element_ty), mask=mask)
+    gate = tl.load(x + source, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + source + N, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, (activate_block(gate, ACT) * up).to(out.dtype.element_ty), mask=mask)
 
 
 def activate_in_place_triton(x: Tensor, activation: str) -> Tensor:
     require_contiguous(x=x)
-    grid = (cdiv(x.numel(), _BLOCK),)
-    launch(_activate, grid, x, x.numel(), ACT=activation, BLOCK=_BLOCK, device=x.device, warps=8)
+    block, warps = program_block(x.numel())
+    grid = (cdiv(x.numel(), block),)
+    launch(_activate, grid, x, x.numel(), ACT=activation, BLOCK=block, device=x.device, warps=warps)
     return x
 
 
@@ -69,8 +72,20 @@ def gated_activation_triton(x: Tensor, activation: str) -> Tensor:
     require_contiguous(x=x)
     T, N = x.shape[0], x.shape[1] // 2
     out = torch.empty(T, N, dtype=x.dtype, device=x.device)
-    grid = (T, cdiv(N, _BLOCK))
-    launch(_gated_activation, grid, x, out, N=N, ACT=activation, BLOCK=_BLOCK, device=x.device, warps=8)
+    block, warps = program_block(T * N)
+    launch(
+        _gated_activation,
+        (cdiv(T * N, block),),
+        x,
+        out,
+        T * N,
+        N=N,
+        ACT=activation,
+        LARGE=x.numel() > 2**31 - block,
+        BLOCK=block,
+        device=x.device,
+        warps=warps,
+    )
     return out
 
 

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from rose.kernels.activation import activate, gated_activation_ref
 from rose.kernels.gemm import activate_block
-from rose.kernels.launch import Ptr, cdiv, constexpr, jit, launch, require_contiguous, runs_triton, tl
-from rose.kernels.quantize import FP8, quantize_static_ref, static_codes
-
-_BLOCK = 2048
+from rose.kernels.launch import Ptr, cdiv, constexpr, jit, launch, program_block, require_contiguous, runs_triton, tl
+from rose.kernels.quantize import FP8, held_as, quantize_static_ref, static_codes
 
 
 def activate_quantize_ref(x: Tensor, activation: str | None, scale: Tensor) -> Tensor:
@@ -30,46 +28,54 @@ def _activate_quantize(
     x: Ptr,
     scale: Ptr,
     out: Ptr,
+    size: Ptr,
     N: constexpr,
     ACT: constexpr,
     GATED: constexpr,
+    LARGE: constexpr,
     BLOCK: constexpr,
     PDL: constexpr,
 ) -> None:
-    """Program (row, block of N columns); GATED: rows of x are 2 N wide."""
+    """A program makes BLOCK codes, wherever rows of N end. GATED: rows of x are 2 N wide. LARGE: x is counted in 64
+    bits."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     s = tl.load(scale)
-    row = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = col < N
-    width = 2 * N if GATED else N
+    block = tl.program_id(0)
+    at = (block.to(tl.int64) if LARGE else block) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    source = at + at // N * N if GATED else at
     if PDL:
         tl.extra.cuda.gdc_wait()
-    v = activate_block(tl.load(x + row * width + col, mask=mask, other=0.0).to(tl.float32), ACT)
+    v = tl.load(x + source, mask=mask, other=0.0).to(tl.float32)
     if GATED:
-        v *= tl.load(x + row * width + N + col, mask=mask, other=0.0).to(tl.float32)
-    v = v.to(x.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * N + col, static_codes(v, s + tl.zeros_like(v)).to(out.dtype.element_ty), mask=mask)
+        up = tl.load(x + source + N, mask=mask, other=0.0).to(tl.float32)
+        v = activate_block(v, ACT) * up
+    else:
+        v = activate_block(v, ACT)
+    v = static_codes(held_as(v, x.dtype.element_ty), s)
+    tl.store(out + at, v.to(out.dtype.element_ty), mask=mask)
 
 
 def activate_quantize_triton(x: Tensor, activation: str | None, scale: Tensor, *, gated: bool = False) -> Tensor:
     require_contiguous(x=x)
     T, N = x.shape[0], x.shape[1] // (2 if gated else 1)
     out = torch.empty(T, N, dtype=FP8, device=x.device)
-    grid = (T, cdiv(N, _BLOCK))
+    block, warps = program_block(T * N)
     launch(
         _activate_quantize,
-        grid,
+        (cdiv(T * N, block),),
         x,
         scale,
         out,
+        T * N,
         N=N,
         ACT=activation,
         GATED=gated,
-        BLOCK=_BLOCK,
+        LARGE=x.numel() > 2**31 - block,
+        BLOCK=block,
         device=x.device,
-        warps=8,
+        warps=warps,
     )
     return out
 

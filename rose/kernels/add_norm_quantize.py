@@ -78,7 +78,7 @@ def _add_layer_norm_quantize(
     y = layer_norm_row(x, mask, w, b, eps, D).to(out.dtype.element_ty)
     tl.store(out + offset, y, mask=mask)
     v = y.to(tl.float32)
-    tl.store(codes + offset, static_codes(v, s + tl.zeros_like(v)).to(codes.dtype.element_ty), mask=mask)
+    tl.store(codes + offset, static_codes(v, s).to(codes.dtype.element_ty), mask=mask)
 
 
 @jit(do_not_specialize=["eps"])
@@ -114,7 +114,7 @@ def _add_rms_norm_quantize(
         x = rounded.to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / D + eps) * w
     v = y.to(stream.dtype.element_ty).to(tl.float32)
-    tl.store(codes + offset, static_codes(v, s + tl.zeros_like(v)).to(codes.dtype.element_ty), mask=mask)
+    tl.store(codes + offset, static_codes(v, s).to(codes.dtype.element_ty), mask=mask)
 
 
 def add_layer_norm_quantize_triton(

@@ -15,20 +15,29 @@ from rose.kernels.tiles import Tile
 
 
 @jit
+def _over_root(v: Ptr, d: Ptr) -> Ptr:
+    """v / d, d above zero: by the root's reciprocal, one instruction, which the plain reciprocal is not in Triton."""
+    root = tl.rsqrt(d)
+    return v * root * root
+
+
+@jit
 def activate_block(v: Ptr, ACT: constexpr) -> Ptr:
     """The activation named ACT on fp32 values; NaN stays NaN."""
     if ACT == "gelu":
-        # v Phi(v), with erfc by Abramowitz and Stegun 7.1.26 (error below 1.5e-7): a third of the instructions of erf.
-        z = tl.abs(v) * 0.7071067811865476
-        t = 1.0 / (1.0 + 0.3275911 * z)
-        p = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
-        tail = 0.5 * v * p * tl.exp(-z * z)
-        v = tl.where(v > 0.0, v - tail, tail)
+        # v Phi(v) = max(v, 0) - |v| Phi(-|v|), and log2 Phi(-z) is nearly a parabola: a polynomial of degree 7, fitted
+        # to 0 <= z <= 7 (of the answer: absolute error below 1.3e-7, relative below 3.7e-5) and falling ever after. One
+        # special function, and a third of the instructions of erf.
+        z = tl.abs(v)
+        p = -1.6804674e-06 * z + 5.87661e-05
+        p = ((p * z - 0.00091175816) * z + 0.008455295) * z - 0.05391127
+        p = ((p * z - 0.45844087) * z - 1.151298) * z - 0.9999842
+        v = tl.maximum(v, 0.0) - z * tl.exp2(p)
     elif ACT == "gelu_tanh":
         # 0.5 (1 + tanh(u)) is the logistic function of 2 u.
-        v = v / (1.0 + tl.exp(-1.5957691216057308 * (v + 0.044715 * v * v * v)))
+        v = _over_root(v, 1.0 + tl.exp2(v * (-2.302208198144325 - 0.10294324 * (v * v))))
     elif ACT == "silu":
-        v = v / (1.0 + tl.exp(-v))
+        v = _over_root(v, 1.0 + tl.exp2(-1.4426950408889634 * v))
     elif ACT == "relu":
         v = tl.where(v < 0.0, 0.0, v)
     return v

@@ -104,6 +104,12 @@ def row_warps(width: int, rows: int = 1) -> int:
     return min(8, max(1, next_power_of_2(width) // (256 if rows > 1024 else 128)))
 
 
+def program_block(size: int) -> tuple[int, int]:
+    """(values, warps) of a program that goes over `size` values one by one: 16 values a thread where they fill the chip
+    anyway, so that what a thread does once weighs little; else 8, spread over more multiprocessors."""
+    return (4096, 8) if size >= 2**22 else (1024, 4)
+
+
 def require_contiguous(**tensors: Tensor | None) -> None:
     """Raises ValueError naming the tensor whose layout these kernels do not take."""
     for name, tensor in tensors.items():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rose.kernels.gemm import activate_block
 from rose.kernels.launch import Ptr, cdiv, constexpr, jit, launch, require_contiguous, tl
-from rose.kernels.quantize import GROUP, static_codes
+from rose.kernels.quantize import GROUP, held_as, static_codes
 from rose.kernels.tiles import Op, Tile, heuristic
 
 ROUND = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -25,9 +25,9 @@ ROUND = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 def round_to(v: Ptr, TO: constexpr) -> Ptr:
     """fp32 as the model's dtype would hold it."""
     if TO == "bf16":
-        v = v.to(tl.bfloat16).to(tl.float32)
+        v = held_as(v, tl.bfloat16)
     elif TO == "fp16":
-        v = v.to(tl.float16).to(tl.float32)
+        v = held_as(v, tl.float16)
     return v
 
 
@@ -138,7 +138,7 @@ def _scaled_gemm(
     else:
         v = activate_block(v, ACT)
     if CODES:
-        v = static_codes(round_to(v, ROUND), tl.load(out_scale) + tl.zeros_like(v))
+        v = static_codes(round_to(v, ROUND), tl.load(out_scale))
     mask = (row < M)[:, None] & (col < N)[None, :]
     piece = out + tl.program_id(2).to(tl.int64) * M * N
     tl.store(piece + row[:, None] * N + col[None, :], v.to(out.dtype.element_ty), mask=mask)

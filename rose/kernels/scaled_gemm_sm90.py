@@ -167,7 +167,7 @@ def _scaled_gemm_sm90(
             v += b
         v = activate_block(v, ACT)
     if CODES:
-        v = static_codes(round_to(v, ROUND), so + gl.zeros_like(v))
+        v = static_codes(round_to(v, ROUND), so)
     col = col0 + gl.arange(0, BN, layout=gl.SliceLayout(0, mma))
     at = out + gl.program_id(2) * (M * N) + gl.expand_dims(row, 1) * N + gl.expand_dims(col, 0)
     gl.store(at, v.to(out.dtype.element_ty), mask=gl.expand_dims(row < M, 1))

@@ -1,7 +1,8 @@
 """Linear layers on 8-bit codes: quantised rows times a quantised weight, bias and activation behind.
 
 Few tokens go to rose/kernels/scaled_gemm.py, or on Hopper to scaled_gemm_sm90.py where the table of tiles says so;
-many e4m3 ones go to the library (`torch._scaled_mm`), which takes no blocks and no int8. On the CPU the reference
+many e4m3 ones go to the library (`torch._scaled_mm`), which takes no blocks and no int8, or with an activation that is
+to leave codes to gemm_epilogue.py where it serves. On the CPU the reference
 serves: codes and scales are the GPU's to the bit, products are fp32 of them.
 Scales of a weight: [1] for all, [N] a row, or [ceil(N / 128), ceil(K / 128)] a block; of rows: [1] for all, [T, 1]
 each, or [T, ceil(K / 128)] for each 128 inputs (with blocks, and only with them).
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rose.kernels import gemm_epilogue
 from rose.kernels.activation import activate, activate_in_place, gated_activation, gated_activation_ref
 from rose.kernels.activation_quantize import activate_quantize, gated_activation_quantize
 from rose.kernels.gemm_sm90 import runs_sm90
@@ -109,12 +111,36 @@ def scaled_linear(
         return scaled_linear_ref(x, x_scale, weight, w_scale, bias, activation, dtype, gated=gated, out_scale=out_scale)
     tile = _tile("gated" if gated else "linear", x, weight, w_scale, dtype)
     if tile is None:
+        if out_scale is not None:
+            codes = _epilogue(x, x_scale, weight, w_scale, bias, activation, out_scale, gated=gated)
+            if codes is not None:
+                return codes
         y = _library(x, x_scale, weight, w_scale, bias, dtype)
         if out_scale is not None:
             made = gated_activation_quantize if gated else activate_quantize
             return made(y, activation if not gated else activation or "silu", out_scale)
         return gated_activation(y, activation or "silu") if gated else activate_in_place(y, activation)
     return run_codes(x, x_scale, weight, w_scale, bias, activation, dtype, tile, gated=gated, out_scale=out_scale)
+
+
+def _epilogue(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    out_scale: Tensor,
+    *,
+    gated: bool,
+) -> Tensor | None:
+    """Codes out of the product's own kernel, where it has an activation and is served there."""
+    activation = activation or ("silu" if gated else None)
+    if activation is None or (gated and bias is not None):
+        return None
+    if not gemm_epilogue.serves_codes(x, x_scale, weight, w_scale, activation, gated=gated):
+        return None
+    return gemm_epilogue.codes_epilogue(x, x_scale, weight, w_scale, bias, activation, out_scale, gated=gated)
 
 
 def scaled_partial(x: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor, dtype: torch.dtype) -> Tensor:

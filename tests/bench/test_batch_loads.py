@@ -183,7 +183,8 @@ def test_a_row_names_the_backend_that_the_servers_profile_chooses(scratch, monke
 @pytest.mark.parametrize("fronts", [1, 4])
 def test_concurrency_from_text_to_row(scratch, capfd, told_counters, fronts):
     out = scratch / f"texts_{fronts}.jsonl"
-    size = ["--tokens", "64", "--in-flight", "1", "5", "--seconds", "0.5", "--warm", "0.2", "--fronts", str(fronts)]
+    size = ["--tokens", "64", "--in-flight", "1", "5", "--seconds", "0.5", "--warm", "0.2"]
+    size += ["--fronts", str(fronts), "--spin-seconds", "0.001"]
     where = ["--folders", str(scratch / "made"), "--out", str(out), "--verbose", "--profile"]
     assert run("concurrency", "--model", "tiny-pplx-embed", *size, *where) == 0
     assert told_counters

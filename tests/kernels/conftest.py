@@ -47,6 +47,25 @@ def _let_e4m3_round() -> None:
     interpreter._convert_float = converted
 
 
+def _let_fma_round_once() -> None:
+    """Its fma rounds the product by itself. In 64 bits a product of two of 32 is exact, and a sum that is rounded to
+    odd there (the last bit says that something was left) can be rounded to 32 as if it were exact."""
+    import numpy as np
+    from triton.runtime import interpreter
+
+    def fma(self, x, y, z):
+        with np.errstate(all="ignore"):
+            product, add = x.data.astype(np.float64) * y.data, z.data.astype(np.float64)
+            total = product + add
+            back = total - product
+            left = (product - (total - back)) + (add - back)
+            even = (total.view(np.int64) & 1 == 0) & np.isfinite(left) & (left != 0)
+            odd = np.where(even, np.nextafter(total, np.copysign(np.inf, left)), total)
+            return interpreter.TensorHandle(odd.astype(z.data.dtype), z.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_fma = fma
+
+
 def _patch_once_a_launch() -> None:
     """It makes the language over at every call of a device function, a third of its time; once a launch is enough."""
     from triton.runtime import interpreter
@@ -69,6 +88,7 @@ def _patch_once_a_launch() -> None:
 if INTERPRETED:
     _let_scalars_index()
     _let_e4m3_round()
+    _let_fma_round_once()
     _patch_once_a_launch()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,6 +28,7 @@ LAYERS = [
 ]
 PLAIN = Tile(16, 16, 32, 1, 4, 4)
 SM90 = Tile(64, 64, 256, 1, 4, 4, "sm90")
+DEEP = replace(SM90, ahead=4)  # 4096 inputs of SM90 would all be on their way at once: more than shared memory holds
 
 
 def codes(*shape):
@@ -143,6 +146,8 @@ def test_what_the_hopper_kernel_does_not_take():
     narrow = Tile(64, 64, 64, 1, 4, 4, "sm90")
     assert "128 columns" in scaled_sm90_reason(x, w, one, narrow, gated=False)
     assert sm90_reason(narrow, 3072, 1024, gated=False) is None
+    assert "shared memory" in scaled_sm90_reason(codes(1, 4096), codes(1024, 4096), one, SM90, gated=False)
+    assert scaled_sm90_reason(codes(1, 4096), codes(1024, 4096), one, DEEP, gated=False) is None
     assert "shared memory" in scaled_sm90_reason(x, w, one, Tile(128, 128, 256, 1, 8, 4, "sm90"), gated=False)
     assert "waited for empty" in scaled_sm90_reason(x, w, one, Tile(64, 64, 256, 1, 4, 1, "sm90"), gated=False)
 
@@ -291,7 +296,7 @@ def test_what_is_added_late_to_a_large_sum_counts(hopper, rows):
     x, w = torch.ones(rows, 4096), torch.full((1024, 4096), 2.0**-6)
     x[:, :128] = w[:, :128] = 16.0
     one = torch.ones(1, device="cuda")
-    out = run_codes(x.to(FP8).cuda(), one, w.to(FP8).cuda(), one, None, None, torch.float32, SM90)
+    out = run_codes(x.to(FP8).cuda(), one, w.to(FP8).cuda(), one, None, None, torch.float32, DEEP)
     assert (out == 2**15 + (4096 - 128) / 64).all()
 
 
