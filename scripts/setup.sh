@@ -29,10 +29,12 @@ if ! .venv/bin/python -c 'import pip, sys; sys.exit(tuple(map(int, pip.__version
 fi
 
 echo "setup: installing ROSE with [$extra] (the first time downloads PyTorch, about 200 MB for its CPU build)"
-quiet=(); [ -t 1 ] || quiet=(--quiet)
-# --no-compile: turning all of PyTorch and the rest into bytecode takes half of the whole set-up, on one core; Python does
-# it by itself for the few files that are imported.
-.venv/bin/python -m pip install "${quiet[@]}" --disable-pip-version-check --no-compile \
+options=(); [ -t 1 ] || options=(--quiet)
+# Turning all of PyTorch and the rest into bytecode takes half of the whole set-up, on one core; Python does it by itself for
+# the few files that are imported, unless it is forbidden to keep bytecode: then every start would do it again, 3 s for
+# PyTorch and 10 s for transformers.
+[ -n "${PYTHONDONTWRITEBYTECODE:-}" ] || options+=(--no-compile)
+.venv/bin/python -m pip install "${options[@]}" --disable-pip-version-check \
   --constraint constraints.txt --editable ".[$extra]" ||
   fail "pip could not install everything (its reason is above); with a network, run this again"
 printf '%s' "$wanted" > ".venv/.rose-setup-$extra"

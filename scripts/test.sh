@@ -3,6 +3,8 @@
 # only lint, format and types run before it, and its tests run one after another.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+# Tests start many processes, and each would compile all that it imports.
+unset PYTHONDONTWRITEBYTECODE
 scripts/setup.sh dev
 # One thread a process: with several on a busy machine a small model's forward gets up to twelve times slower.
 export OMP_NUM_THREADS=1

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rose.bench import gpu_loads, loads, plots, plots_batch, records
+from rose.bench import gpu_loads, loads, plots, plots_batch, quantised_shapes, records
 from rose.bench.drivers import EngineDriver
 from rose.bench.llm_shapes import LLM_SHAPES
 from rose.bench.processes import served
@@ -86,7 +86,8 @@ def test_the_committed_rows_are_one_a_load_and_as_they_are_written(tmp_path: Pat
         assert row.model in {**SHAPES, **LLM_SHAPES}
         assert all((row.run_id, row.commit, row.date, row.command, row.machine, row.backend))
         assert 0 < row.p50_ms <= row.p90_ms <= row.p99_ms <= row.max_ms
-        assert row.load == "decode" or row.cosine > 0.999
+        least = quantised_shapes.LEAST_COSINE if row.dtype in quantised_shapes.SCHEME_OF else loads.LEAST_COSINE
+        assert row.load == "decode" or row.cosine > least
 
 
 @pytest.fixture(scope="module", params=["tiny-bge-m3", "tiny-pplx-embed", "tiny-qwen3-embedding", "tiny-bert"])

@@ -57,8 +57,9 @@ class ScriptedServer:
 
     def drop_connections(self) -> None:
         """Close every open connection, so that a client sees the end of the stream."""
-        while self._open:
-            connection = self._open.pop()
+        # Whoever connects anew because of it is left alone.
+        dropped, self._open = self._open, []
+        for connection in dropped:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
