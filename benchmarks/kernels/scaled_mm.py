@@ -174,7 +174,7 @@ class CodesCase:
 
     def epilogue(self, w: Tensor, tiling: CodesTiling | None = None) -> Tensor:
         act = self.p.activation or "silu"
-        assert gemm_epilogue.serves_codes(self.x, self.one, w, self.w_scale, act, gated=self.p.gated)
+        assert self.p.gated or gemm_epilogue.serves_codes(self.x, self.one, w, self.w_scale, act, gated=self.p.gated)
         out = gemm_epilogue.codes_epilogue(
             self.x, self.one, w, self.w_scale, self.bias, act, self.one, gated=self.p.gated, tiling=tiling
         )

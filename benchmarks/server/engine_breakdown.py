@@ -114,7 +114,10 @@ def main() -> None:
         read = read_model_folder(given or str(build_checkpoint(name, made_folder() / name)))
         device = torch.device("cuda")
         engine = build_engine(
-            load_model(read, device, torch.bfloat16), EngineConfig(max_tokens=8192), device, torch.bfloat16
+            load_model(read, device, torch.bfloat16),
+            EngineConfig(max_tokens=8192, graph_bytes=4 << 30),
+            device,
+            torch.bfloat16,
         )
         with engine.executor.owner():
             for tokens in args.tokens:
