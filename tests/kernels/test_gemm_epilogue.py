@@ -80,7 +80,7 @@ def steps_apart(one, two):
     return (place(one) - place(two)).abs()
 
 
-TILINGS = [None, gemm_epilogue.CodesTiling(128, 192, False), gemm_epilogue.CodesTiling(128, 128, False, dynamic=False)]
+TILINGS = [None, gemm_epilogue.CodesTiling(64, 192, True), gemm_epilogue.CodesTiling(128, 128, False, dynamic=False)]
 
 
 @pytest.mark.gpu
@@ -93,17 +93,24 @@ TILINGS = [None, gemm_epilogue.CodesTiling(128, 192, False), gemm_epilogue.Codes
 @pytest.mark.parametrize(("tokens", "n", "k"), [(1025, 384, 256), (4096, 4096, 1024), (2049, 6144, 1024)])
 def test_codes(activation, gated, with_bias, whole, tokens, n, k, tiling):
     """The codes of the reference, but where its fp32 value lies so near to where two meet that the sums' last bits
-    (tensor cores keep some 14 of each 128 inputs) and the activation's decide: never two steps, seldom one."""
+    (tensor cores keep some 14 of each 128 inputs) and the activation's decide: never two steps, seldom one.
+
+    What the sums leave out is up to 4e-3 here. Of a pair each half's counts as often as the other is large: a gate
+    near zero beside an `up` of 20 is off by 20 times as much (silu is nowhere steeper than 1.1)."""
     on_hopper_with_quack()
     x, sx, w, sw, bias = codes_of_a_layer(tokens, n, k, "cuda", whole)
     given = bias if with_bias else None
-    assert gemm_epilogue.serves_codes(x, sx, w, sw, activation, gated=gated) is not gated
+    assert gemm_epilogue.serves_codes(x, sx, w, sw, activation, gated=gated)
     scale = torch.tensor([0.01], device="cuda")
     out = gemm_epilogue.codes_epilogue(x, sx, w, sw, given, activation, scale, gated=gated, tiling=tiling)
     wide = (x.double() * sx.double()) @ dequantize(w, sw).double().T + (bias.double() if with_bias else 0)
-    exact = (
-        ACTIVATIONS[activation](wide.chunk(2, -1)[0]) * wide.chunk(2, -1)[1] if gated else ACTIVATIONS[activation](wide)
-    )
+    sums = 4e-3
+    if gated:
+        gate, up = wide.chunk(2, -1)
+        exact = ACTIVATIONS[activation](gate) * up
+        sums *= 1.1 * up.abs() + ACTIVATIONS[activation](gate).abs()
+    else:
+        exact = ACTIVATIONS[activation](wide)
     ref = quantize_static(exact.float().bfloat16(), scale)
     assert out.dtype == FP8
     assert out.shape == ref.shape
@@ -111,8 +118,10 @@ def test_codes(activation, gated, with_bias, whole, tokens, n, k, tiling):
     apart = steps_apart(out, ref)
     assert (apart > 0).float().mean() < 0.02
     # Near zero a step is 2**-9 of the scale, and what the sums left out is more.
-    assert (((out.float() - ref.float()) * scale).abs() <= exact.abs() / 7 + scale / 256 + 4e-3).all()
-    assert (apart[exact.cpu().abs() > 0.1] <= 1).all()
+    assert (((out.float() - ref.float()) * scale).abs() <= exact.abs() / 7 + scale / 256 + sums).all()
+    clear = (exact.abs() > 25 * sums).cpu()
+    assert clear.float().mean() > 0.2
+    assert (apart[clear] <= 1).all()
     again = gemm_epilogue.codes_epilogue(x, sx, w, sw, given, activation, scale, gated=gated, tiling=tiling)
     assert torch.equal(out.view(torch.uint8), again.view(torch.uint8))
 
@@ -175,7 +184,7 @@ def test_codes_compile_for_hopper_without_a_gpu(activation, gated, rows, with_bi
         assert done.returncode == 0, done.stderr[-2000:]
         (ptx,) = Path(folder).glob("*.ptx")
         text = ptx.read_text()
-    assert "wgmma.mma_async.sync.aligned.m64n192k32.f32.e4m3.e4m3" in text
+    assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in text
     assert "cvt.rn.satfinite.e4m3x2.f32" in text
     assert text.count("rcp.rn.f32") + text.count("div.rn.f32") == 1  # the scale's, once a tile
     assert "setmaxnreg" in text
@@ -286,7 +295,9 @@ def test_layers_bring_codes_here(monkeypatch, fails):
         assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
     assert asked == [(["bias", "out_scale", "w_scale", "x_scale"], None)] * (1 if fails else 2)
     asked.clear()
-    assert linear_of(None, None, True).shape == (96, 128)  # a pair
+    assert linear_of(None, None, True).shape == (96, 128)
+    assert asked == [(["codes", "out_scale", "w_scale", "x_scale"], ("B", "w_scale"))]
+    asked.clear()
     assert linear_of("gelu", bias, False, None).dtype == torch.bfloat16  # no codes behind
     assert linear_of(None, bias, False).dtype == FP8  # nothing to take along
     assert linear_of("silu", bias, True).dtype == FP8  # the bias of a pair
