@@ -21,7 +21,6 @@ from rose.batch import HeadRotation
 from rose.kernels import paged_decode as decode_module
 from rose.kernels import paged_prefill as prefill_module
 from rose.kernels.gemm import gemm
-from rose.kernels.gemm_sm90 import sm90_reason
 from rose.kernels.linear import run_tile
 from rose.kernels.logits import logits as library_logits
 from rose.kernels.paged_attention import paged_decode, paged_prefill
@@ -30,7 +29,7 @@ from rose.kernels.paged_prefill import PrefillTile
 from rose.kernels.qk_norm_rope import qk_norm_rope, rope_table
 from rose.kernels.sample import greedy, sample
 from rose.kernels.store_kv import store_kv
-from rose.kernels.tiles import Tile, heuristic
+from rose.kernels.tiles import Tile, heuristic, sm90_reason
 
 LAYERS = 16
 PAGE = 16

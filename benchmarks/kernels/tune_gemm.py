@@ -37,11 +37,10 @@ from rose.kernels import tiles
 from rose.kernels.activation import activate_in_place, gated_activation
 from rose.kernels.add_norm import add_rms_norm, rms_norm
 from rose.kernels.add_norm_quantize import rms_norm_quantize
-from rose.kernels.gemm_sm90 import sm90_reason
 from rose.kernels.linear import run_tile
 from rose.kernels.quantize import quantize_static
 from rose.kernels.scaled_mm import run_codes
-from rose.kernels.tiles import Op, Tile
+from rose.kernels.tiles import Op, Tile, sm90_reason
 
 DEVICE = "cuda"
 LAYERS = 24

@@ -289,6 +289,14 @@ class LazyGraphs:
             self.metrics.bytes -= coldest.bytes
             self.metrics.evicted += 1
 
+    def clear(self) -> None:
+        """Let go of every graph, with nothing in flight; each key earns its graph anew."""
+        while self._held:
+            key, held = self._held.popitem()
+            held.graph.release()
+            self._forget(key)
+            self.metrics.bytes -= held.bytes
+
     def _forget(self, key: BatchKey) -> None:
         """As if never seen: its plan is gone, and the next hit makes a new one outside of any capture."""
         self._released(key)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rose.kernels.gemm import activate_block
 from rose.kernels.launch import Ptr, cdiv, constexpr, has_dependent_launch, launch, require_contiguous, tl
-from rose.kernels.tiles import LARGE, Tile, bucket
+from rose.kernels.tiles import LARGE, Tile, bucket, slots_of, sm90_reason
 
 if TYPE_CHECKING:
     gluon: Any
@@ -33,9 +33,6 @@ else:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     except ImportError:  # no Triton, or one without this dialect
         gluon = gl = hopper = TensorDescriptor = None
-
-# Shared memory one program may take, in bytes: 227 KiB, less what the compiler keeps for itself.
-_MAX_SHARED = 226 * 1024
 
 
 def gluon_jit(function: Any) -> Any:
@@ -156,32 +153,6 @@ def _gemm_sm90(
     col = col0 + gl.arange(0, BN, layout=gl.SliceLayout(0, store))
     at = out + gl.program_id(2) * (M * N) + gl.expand_dims(row, 1) * N + gl.expand_dims(col, 0)
     gl.store(at, y, mask=gl.expand_dims(row < M, 1))
-
-
-def slots_of(tile: Tile, k: int) -> tuple[int, int, int]:
-    """Steps of one program; slots of activations and of weights."""
-    steps = k // tile.split // tile.bk
-    return steps, min(tile.stages, steps), min(tile.ahead or steps, steps)
-
-
-@cache
-def sm90_reason(tile: Tile, n: int, k: int, *, gated: bool, size: int = 2) -> str | None:
-    """None if this kernel takes a product of `n` outputs (of one half where gated) and `k` inputs; else why not.
-
-    Args:
-        size: bytes a value; 1: whether the kernel of scaled_gemm_sm90.py takes it.
-    """
-    if n % tile.bn or k % (tile.bk * tile.split):
-        return f"{n} x {k} is not whole tiles of {tile.bn} x {tile.bk * tile.split}"
-    if tile.bm % (16 * tile.warps) or tile.bk * size % 128:
-        return f"a warp takes 16 rows, and a swizzled tile has {128 // size} columns"
-    steps, x_slots, w_slots = slots_of(tile, k)
-    shared = size * tile.bk * (x_slots * tile.bm + w_slots * tile.bn * (2 if gated else 1)) + 8 * (x_slots + w_slots)
-    if shared > _MAX_SHARED:
-        return f"{shared} bytes of shared memory are over the limit of {_MAX_SHARED}"
-    if steps > min(x_slots, w_slots) == 1:
-        return "a slot is filled again in the step after its own, so that a single one would be waited for empty"
-    return None if steps <= 64 else f"{steps} steps are too many to unroll"
 
 
 @cache

@@ -22,13 +22,11 @@ from rose.kernels.gemm_sm90 import (
     hopper,
     load_w,
     load_x,
-    slots_of,
-    sm90_reason,
 )
 from rose.kernels.launch import Ptr, cdiv, constexpr, launch, require_contiguous, tl
 from rose.kernels.quantize import static_codes
 from rose.kernels.scaled_gemm import ROUND, round_to
-from rose.kernels.tiles import Tile
+from rose.kernels.tiles import Tile, slots_of, sm90_reason
 
 # Codes of a row in a swizzled tile, and inputs that are summed before fp32 takes them over.
 _PART = 128

@@ -36,6 +36,8 @@ _RULED = 128
 _HEAVY = 8 << 20
 # Inputs of a step of the Hopper kernel for e4m3: 256 bytes of a row, as 128 inputs of bf16 are.
 _CODES = 256
+# Shared memory one program may take, in bytes: 227 KiB, less what the compiler keeps for itself.
+_MAX_SHARED = 226 * 1024
 # Streaming multiprocessors of an H100 or H200: what one wave of programs should fill.
 _SMS = 132
 
@@ -139,13 +141,40 @@ def choose(op: Op, n: int, k: int, tokens: int) -> Tile | None:
     return (few_tokens(op, n, k) if tokens <= _FEW else None) or heuristic(op, n, k, tokens)
 
 
+def slots_of(tile: Tile, k: int) -> tuple[int, int, int]:
+    """Steps of one program; slots of activations and of weights."""
+    steps = k // tile.split // tile.bk
+    return steps, min(tile.stages, steps), min(tile.ahead or steps, steps)
+
+
+@cache
+def sm90_reason(tile: Tile, n: int, k: int, *, gated: bool, size: int = 2) -> str | None:
+    """None if the Hopper kernel takes a product of `n` outputs (of one half where gated) and `k` inputs; else why not.
+
+    Args:
+        size: bytes a value; 1: whether the kernel of scaled_gemm_sm90.py takes it.
+    """
+    if n % tile.bn or k % (tile.bk * tile.split):
+        return f"{n} x {k} is not whole tiles of {tile.bn} x {tile.bk * tile.split}"
+    if tile.bm % (16 * tile.warps) or tile.bk * size % 128:
+        return f"a warp takes 16 rows, and a swizzled tile has {128 // size} columns"
+    steps, x_slots, w_slots = slots_of(tile, k)
+    shared = size * tile.bk * (x_slots * tile.bm + w_slots * tile.bn * (2 if gated else 1)) + 8 * (x_slots + w_slots)
+    if shared > _MAX_SHARED:
+        return f"{shared} bytes of shared memory are over the limit of {_MAX_SHARED}"
+    if steps > min(x_slots, w_slots) == 1:
+        return "a slot is filled again in the step after its own, so that a single one would be waited for empty"
+    return None if steps <= 64 else f"{steps} steps are too many to unroll"
+
+
 @cache
 def choose_codes(op: Op, n: int, k: int, tokens: int, otherwise: Tile) -> Tile | None:
     """The same for e4m3 codes on both sides, with one scale a side or one a row; None: the library serves it.
 
     What was measured for codes comes first. Where nothing was, up to 128 tokens of a shape of the table take the Hopper
     kernel with the cut that bf16 has; it reads the same bytes in half the steps. That holds where bf16 is better off
-    without it, too, if its tiles have the rows for it: twice the weights are then more than shared memory holds.
+    without it, too, if its tiles have the rows for it: twice the weights are then more than shared memory holds. What
+    does not fit even so, as weights of 4096 x 12288 at 64 tokens, is the plain kernel's.
 
     Args:
         otherwise: the plain kernel's tile, for all that is left up to 1024 tokens.
@@ -159,7 +188,8 @@ def choose_codes(op: Op, n: int, k: int, tokens: int, otherwise: Tile) -> Tile |
     if row is None or row[0] is None or row[0].bm < 64:
         return otherwise
     bk = _CODES if k % (_CODES * row[0].split) == 0 else _CODES // 2
-    return replace(row[0], bk=bk, kind="sm90")
+    tile = replace(row[0], bk=bk, kind="sm90")
+    return tile if sm90_reason(tile, n, k, gated=op == "gated", size=1) is None else otherwise
 
 
 def prefers_epilogue(op: Op, n: int, k: int, tokens: int) -> bool:

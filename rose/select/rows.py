@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rose.attention_backends.choose import Load, best_overall, choose
+from rose.attention_backends.choose import Load, best_overall, choose, fastest
 from rose.config.profile import AttentionGrid, Point
 from rose.select.session import GridRun
 
@@ -27,7 +27,8 @@ class Row:
         run: "first" (the profile came from it) or "check" (fresh inputs, another run than the profile's).
         point: such as "16 x 512". of: "model", or "24 layers" of attention.
         us, spread_us: by backend; see Point.
-        chosen: what the profile has for it. best: what was fastest in this run.
+        chosen: what the profile has for it. best: what was fastest in this run
+            of those that are chosen for their time.
         behind: how much longer than the best the chosen one took; 0.01 is 1 %.
         clear: the order was beyond doubt when measuring stopped, after `rounds`.
     """
@@ -79,7 +80,7 @@ def rows_of(run: GridRun, grid: AttentionGrid, which: str, facts: Mapping[str, s
         point = found.point
         if point is None:
             continue
-        chosen, best = chosen_for(point, grid, left_out), min(point.us, key=lambda name: point.us[name])
+        chosen, best = chosen_for(point, grid, left_out), fastest(point.us)
         if chosen is None:
             continue
         rows.append(

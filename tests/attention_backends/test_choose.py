@@ -20,7 +20,6 @@ loads = st.builds(
     [
         (Load(128, 1, 128), "triton_short"),
         (Load(256, 2, 256), "triton_short"),
-        (Load(12800, 100, 128), "triton_short"),
         (Load(512, 1, 512), "flash_attention4"),
         (Load(576, 2, 576), "flash_attention4"),
         (Load(4096, 1, 4096), "flash_attention4"),
@@ -36,7 +35,21 @@ def test_the_published_loads(head_dim: int, load: Load, backend: str) -> None:
     choice = choose(head_dim, load, {})
     assert choice is not None
     assert choice.backend == backend
-    assert choice.reason == next(rule.reason for rule in RULES if rule.backend == backend)
+    assert choice.reason in [rule.reason for rule in RULES if rule.backend == backend]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "backend"),
+    [(32, "triton_short"), (64, "triton_short"), (128, "flash_attention4"), (256, "flash_attention4")],
+)
+@pytest.mark.parametrize("load", [Load(512, 4, 128), Load(4096, 16, 256), Load(12800, 100, 128), Load(16384, 256, 64)])
+def test_many_short_sequences(head_dim: int, load: Load, backend: str) -> None:
+    choice = choose(head_dim, load, {})
+    assert choice is not None
+    assert choice.backend == backend
+    without = choose(head_dim, load, dict.fromkeys(("flash_attention4", "flashinfer3", "flashinfer2"), "gone"))
+    assert without is not None
+    assert without.backend == "triton_short"  # before torch's, which is launched kernel by kernel
 
 
 def test_an_unmeasured_head_dim_is_served_by_the_one_without_a_plan() -> None:
@@ -57,7 +70,7 @@ def test_the_next_one_serves_and_says_why_the_first_does_not() -> None:
     assert choose(64, Load(8192, 16, 8192), dict.fromkeys(FALL_BACK, "gone")) is None
 
 
-@given(st.sampled_from([32, 64, 96, 128, 256]), loads, st.sets(st.sampled_from((*FALL_BACK[:-1], "triton_short"))))
+@given(st.sampled_from([32, 64, 96, 128, 256]), loads, st.sets(st.sampled_from(FALL_BACK[:-1])))
 def test_every_load_has_a_backend_that_may_serve_it(head_dim: int, load: Load, missing: set[str]) -> None:
     choice = choose(head_dim, load, dict.fromkeys(missing, "missing"))
     assert choice is not None
@@ -65,4 +78,4 @@ def test_every_load_has_a_backend_that_may_serve_it(head_dim: int, load: Load, m
     assert choice.backend != "triton_short" or load.max_length <= 256
     ranked = [c.backend for c in rank(head_dim, load)]
     assert len(set(ranked)) == len(ranked)
-    assert set(ranked) | {"triton_short"} == set(backend_names())
+    assert set(ranked) == set(backend_names()) - ({"triton_short"} if load.max_length > 256 else set())

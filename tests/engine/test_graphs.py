@@ -109,6 +109,20 @@ def test_first_plain_then_capture_then_replay():
     assert key(64) in graphs
 
 
+def test_what_is_cleared_is_earned_anew():
+    capturer = FakeCapturer()
+    graphs, released = make(capturer)
+    for number in range(3):
+        run(graphs, key(64), number)
+        run(graphs, key(128), number)
+    graphs.clear()
+    assert [graph.released for _, graph in capturer.graphs] == [True, True]
+    assert sorted(released) == [key(64), key(128)]
+    assert graphs.metrics.bytes == 0
+    assert [run(graphs, key(64), n) for n in (5, 6, 7)] == [6, 7, 8]
+    assert (graphs.metrics.captures, graphs.metrics.hits, graphs.metrics.evicted) == (3, 3, 0)
+
+
 def test_every_hit_of_a_key_is_planned_under_it_and_replays_read_the_same_buffers():
     graphs, _ = make(FakeCapturer())
     forward = Sum()

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from rose.kernels import activation, linear, tiles
 from rose.kernels.gemm import gemm, gemm_gated
-from rose.kernels.gemm_sm90 import gemm_sm90, gluon, runs_sm90, sm90_reason
-from rose.kernels.tiles import Tile
+from rose.kernels.gemm_sm90 import gemm_sm90, gluon, runs_sm90
+from rose.kernels.tiles import Tile, sm90_reason
 
 SHAPES = [(1, 16, 16), (5, 24, 40), (37, 50, 100), (64, 32, 64), (70, 129, 33)]  # T, N, K
 TILE = Tile(16, 16, 32, 1, 4, 3)

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from rose.kernels import scaled_mm, tiles
-from rose.kernels.gemm_sm90 import gluon, runs_sm90, sm90_reason
+from rose.kernels.gemm_sm90 import gluon, runs_sm90
 from rose.kernels.quantize import FP8, quantize_static, quantize_static_triton, quantize_token
 from rose.kernels.scaled_gemm import scaled_gemm, scaled_tile
 from rose.kernels.scaled_gemm_sm90 import scaled_gemm_sm90, scaled_sm90_reason
 from rose.kernels.scaled_mm import dequantize, run_codes, scaled_linear_ref
-from rose.kernels.tiles import Tile
+from rose.kernels.tiles import Tile, sm90_reason
 
 # The products of a layer of BGE-M3 and of pplx-embed-0.6b (16 and 8 heads of 128).
 LAYERS = [

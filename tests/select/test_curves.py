@@ -83,6 +83,20 @@ def test_a_flat_curve_is_not_measured_to_its_end() -> None:
     assert saturation_curve(prepare, BATCHES, 512, lambda: False) == ()
 
 
+def test_a_batch_that_was_slow_by_chance_is_measured_again() -> None:
+    """Once 4096 tokens took twice as long as they do, and so few were called a full batch."""
+    asked: list[int] = []
+
+    def prepare(lengths: tuple[int, ...]):
+        asked.append(tokens := sum(lengths))
+        return lambda: rate(tokens) * (2 if tokens == 4096 and asked.count(4096) == 1 else 1)
+
+    curve = saturation_curve(prepare, BATCHES, 512, lambda: True)
+    assert asked.count(4096) == 2
+    assert dict(curve)[4096] == rate(4096)
+    assert curves.saturation(curve) == 4096
+
+
 class FakeBench:
     def __init__(self, graph: bool) -> None:
         self._graph = graph
@@ -92,6 +106,12 @@ class FakeBench:
 
     def sample(self, sequences: list[int]) -> float:
         return rate(sum(sequences))
+
+    timed = sample
+
+    def warm(self, sequences: list[int]) -> None: ...
+
+    def clear(self) -> None: ...
 
     def launch(self, sequences: list[int]) -> tuple[float, float]:
         return 3000.0, max(3000.0, rate(sum(sequences)))

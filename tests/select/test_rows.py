@@ -68,6 +68,15 @@ def test_a_second_run_tells_where_the_profile_no_longer_holds() -> None:
     assert any(line.startswith("  fixed to flash_attention4: ") and line.endswith("at 3") for line in lines)
 
 
+def test_what_is_never_chosen_for_its_time_is_not_the_best() -> None:
+    first = run()
+    points = tuple(replace(point, us={**point.us, "torch_sdpa": 1.0}) for point in first.grid.points)
+    measured = tuple(replace(found, point=point) for found, point in zip(first.measured, points, strict=False))
+    rows = rows_of(replace(first, measured=measured), first.grid, "check", FACTS)
+    assert {row.best for row in rows} == {"flash_attention4", "flashinfer3"}
+    assert share_within(rows) == 1.0
+
+
 def test_rows_are_kept_by_point_and_run(tmp_path: Path) -> None:
     path = tmp_path / "select.jsonl"
     first = run()

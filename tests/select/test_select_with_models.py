@@ -55,6 +55,11 @@ def test_an_engine_a_backend_answers_what_the_model_answers(tmp_path: Path) -> N
         launched, took = ways.bench("torch_sdpa").launch(ways.bench("torch_sdpa").inputs((64,), 1))
         assert launched > 0
         assert took > 0
+        bench = ways.bench("torch_sdpa")
+        batches = bench.engine.metrics.batches
+        assert bench.follow(bench.inputs((64, 64), 1)) >= 0
+        assert bench.engine.metrics.batches == batches + 2  # not one of all four sequences
+        assert bench.engine.idle
     finally:
         ways.close()
 

@@ -49,6 +49,16 @@ def test_each_point_goes_to_the_fastest() -> None:
     assert all("triton_short" not in point.us for point in grid.points if point.max_length > 256)
 
 
+def test_the_last_resort_is_timed_where_it_is_alone() -> None:
+    """Its answers are the truth, its time nobody's choice, and slow enough to take that of all others."""
+    fake = ways()
+    grid = run(fake).grid
+    assert all("torch_sdpa" not in point.us for point in grid.points)
+    assert {name for name, _, _ in fake.prepared} == set(fake.names)
+    alone = run(FakeWays({"torch_sdpa": fake.times["torch_sdpa"]})).grid
+    assert [set(point.us) for point in alone.points] == [{"torch_sdpa"}] * len(LOADS)
+
+
 def test_the_order_of_loads_changes_nothing() -> None:
     grids = []
     for seed in range(3):
