@@ -395,12 +395,17 @@ def as_row(tile: Tile) -> dict[str, object]:
     return {name: value for name, value in dataclasses.asdict(tile).items() if value != defaults[name]}
 
 
+def without(name: str, bucket: str) -> str | None:
+    """What the table says where it has no tile."""
+    return "epilogue" if (name, bucket) in tiles.epilogues() else None
+
+
 def write(path: Path, table: dict[str, dict[str, Tile | None]]) -> None:
     """One line a bucket, so that a change reads well."""
     products = []
     for name in sorted(table):
         rows = [
-            f'  "{b}": {json.dumps(None if t is None else as_row(t))}'
+            f'  "{b}": {json.dumps(without(name, b) if t is None else as_row(t))}'
             for b, t in sorted(table[name].items(), key=lambda item: (len(item[0]), item[0]))
         ]
         products.append(f' "{name}": {{\n' + ",\n".join(rows) + "\n }")

@@ -73,11 +73,18 @@ def bucket(tokens: int) -> str:
 
 @cache
 def _table() -> dict[str, dict[str, Tile | None]]:
-    """ "op:NxK", of e4m3 codes "fp8-op:NxK" -> bucket -> tile; None where the library is faster."""
+    """ "op:NxK", of e4m3 codes "fp8-op:NxK" -> bucket -> tile; None where the library or an epilogue is faster."""
     return {
-        name: {bucket: None if row is None else Tile(**row) for bucket, row in rows.items()}
+        name: {bucket: Tile(**row) if isinstance(row, dict) else None for bucket, row in rows.items()}
         for name, rows in json.loads(_TABLE.read_text()).items()
     }
+
+
+@cache
+def epilogues() -> frozenset[tuple[str, str]]:
+    """(key, bucket) of products that the table gives to gemm_epilogue.py although no activation takes them there."""
+    rows = ((name, bucket, row) for name, rows in json.loads(_TABLE.read_text()).items() for bucket, row in rows.items())
+    return frozenset((name, bucket) for name, bucket, row in rows if row == "epilogue")
 
 
 def key(op: Op, n: int, k: int, *, codes: bool = False) -> str:
@@ -193,7 +200,9 @@ def choose_codes(op: Op, n: int, k: int, tokens: int, otherwise: Tile) -> Tile |
 
 
 def prefers_epilogue(op: Op, n: int, k: int, tokens: int) -> bool:
-    return _preferred.get(key(op, n, k), {}).get(bucket(tokens)) == "epilogue"
+    name, own = key(op, n, k), bucket(tokens)
+    preferred = _preferred.get(name, {}).get(own, "table")
+    return preferred == "epilogue" or (preferred == "table" and (name, own) in epilogues())
 
 
 def halves(op: Op) -> int:

@@ -121,9 +121,10 @@ def _variants(product: Product, x: Tensor) -> dict[str, Callable[[Tensor, Tensor
     rule = tiles.heuristic(op, product.n, product.k, tokens)
     tile = tiles.choose(op, product.n, product.k, tokens)
     variants: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"table": run}
-    if tile is not None:
+    epilogue = tiles.prefers_epilogue(op, product.n, product.k, tokens)
+    if tile is not None or epilogue:
         variants["library"] = _preferring(product.key, tokens, "library", run)
-    if op != "gated" and activation is None and gemm_epilogue.serves(x, product.n, None, gated=False):
+    if not epilogue and op != "gated" and activation is None and gemm_epilogue.serves(x, product.n, None, gated=False):
         variants["epilogue"] = _preferring(product.key, tokens, "epilogue", run)
     if tile != rule and not (rule.kind == "sm90" and not runs_sm90(x.device)):
         variants["heuristic"] = _preferring(product.key, tokens, "heuristic", run)

@@ -148,3 +148,9 @@ def test_tasks_side_by_side_end_and_leave_nobody(tune_gemm, monkeypatch):
     found = timing.side_by_side(told, ["crashes"], 20)
     assert found["crashes"].startswith("BrokenProcessPool")
     assert multiprocessing.active_children() == []
+
+
+def test_writing_the_table_changes_nothing(tune_gemm, tmp_path):
+    """What is not tiles stays as well: the library's products, and those with an epilogue."""
+    tune_gemm.write(tmp_path / "tiles.json", tiles._table())
+    assert (tmp_path / "tiles.json").read_text() == tiles._TABLE.read_text()

@@ -379,3 +379,19 @@ def test_without_an_activation_only_where_that_was_measured(monkeypatch):
             assert torch.equal(linear.linear(x, w, bias), expected[0])
             assert torch.equal(linear.linear_partial(x, w), expected[1])
         assert asked == calls
+
+
+def test_the_table_gives_some_products_here_and_a_measurement_goes_first():
+    """q, k and v of both published shapes, of many tokens alone."""
+    for n in (3072, 4096):
+        name = f"linear:{n}x1024"
+        assert tiles.choose("linear", n, 1024, 8192) is None
+        assert [tiles.prefers_epilogue("linear", n, 1024, tokens) for tokens in (512, 1024, 1025, 16384)] == [
+            False,
+            False,
+            True,
+            True,
+        ]
+        with tiles.preferring(name, "large", "library"):
+            assert not tiles.prefers_epilogue("linear", n, 1024, 16384)
+    assert not tiles.prefers_epilogue("partial", 1024, 4096, 16384)
