@@ -83,7 +83,9 @@ def _table() -> dict[str, dict[str, Tile | None]]:
 @cache
 def epilogues() -> frozenset[tuple[str, str]]:
     """(key, bucket) of products that the table gives to gemm_epilogue.py although no activation takes them there."""
-    rows = ((name, bucket, row) for name, rows in json.loads(_TABLE.read_text()).items() for bucket, row in rows.items())
+    rows = (
+        (name, bucket, row) for name, rows in json.loads(_TABLE.read_text()).items() for bucket, row in rows.items()
+    )
     return frozenset((name, bucket) for name, bucket, row in rows if row == "epilogue")
 
 

@@ -18,7 +18,7 @@ from rose.kernels.add_norm_quantize import add_layer_norm_quantize, add_rms_norm
 from rose.kernels.linear import activate
 from rose.kernels.onednn_linear import linear_onednn, pack_weight, runs_onednn
 from rose.kernels.quantize import FP8, GROUP, quantize_group, quantize_static, quantize_token
-from rose.kernels.scaled_mm import dequantize, scaled_linear, scaled_partial
+from rose.kernels.scaled_mm import dequantize, library_columns, scaled_linear, scaled_partial
 from rose.layers.linear import Linear
 from rose.layers.norm import DenseAddNorm, RMSNorm, ZeroCentredRMSNorm
 
@@ -70,9 +70,13 @@ class QuantizedLinear(nn.Module):
         self.bias = None if bias is None else _kept(bias)
         self.output_scale: Tensor | None = None
         self._wide: Tensor | None = None
+        self._columns: Tensor | None = None
 
     def build(self, device: torch.device) -> None:
-        """Where no kernel takes e4m3 (the CPU): codes, or what blocks stand for, as fp32, in four times the memory."""
+        """What the library takes of the scales. Where no kernel takes e4m3 (the CPU): codes, or what blocks stand for,
+        as fp32, in four times the memory."""
+        if device.type == "cuda" and self.weight.dtype == FP8:
+            self._columns = library_columns(self.weight, self.weight_scale, self.input_scale)
         if device.type == "cpu" and self.weight.dtype == FP8:
             blocks = self.weight_scale.dim() == 2
             wide = dequantize(self.weight, self.weight_scale) if blocks else self.weight.float()
@@ -94,6 +98,7 @@ class QuantizedLinear(nn.Module):
             self.dtype,
             gated=self.gated,
             out_scale=self.output_scale,
+            columns=self._columns,
         )
 
     def partial(self, x: Tensor) -> Tensor:
@@ -101,7 +106,7 @@ class QuantizedLinear(nn.Module):
         codes, scale = self._codes(x)
         if self._wide is not None:
             return self._product(codes, scale).to(self.dtype).unsqueeze(0)
-        return scaled_partial(codes, scale, self.weight, self.weight_scale, self.dtype)
+        return scaled_partial(codes, scale, self.weight, self.weight_scale, self.dtype, self._columns)
 
     def pieces(self, x: Tensor) -> Tensor:
         """The same with the bias already in, for a norm that takes none."""

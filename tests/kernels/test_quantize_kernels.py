@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rose.kernels import add_norm_quantize as anq
-from rose.kernels import quantize
+from rose.kernels import quantize, scaled_mm
 from rose.kernels.activation_quantize import (
     activate_quantize_ref,
     activate_quantize_triton,
@@ -322,3 +323,50 @@ def test_the_librarys_product(sides):
     ref = scaled_linear_ref(codes, scale, weight, w_scale.flatten(), bias, None, torch.float32)
     assert out.dtype == torch.bfloat16
     assert float((out.float() - ref).norm() / ref.norm()) < 2.5e-3  # bf16's own rounding
+
+
+@pytest.mark.parametrize("settled", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_scales_of_a_layer_cost_its_products_nothing(monkeypatch, settled, whole):
+    """From its second batch on a layer of many tokens launches the library's product and nothing beside it, with the
+    scales that made by themselves would give the same bits."""
+    torch.manual_seed(0)
+    codes, w = torch.randn(300, 64).to(FP8), torch.randn(48, 64).to(FP8)
+    x_scale = torch.tensor([0.5]) if settled else torch.rand(300, 1) + 0.5
+    w_scale = torch.tensor([0.25]) if whole else torch.rand(48) + 0.1
+    columns = scaled_mm.library_columns(w, w_scale, x_scale if settled else None)
+    assert (columns is None) == (settled and whole)
+    monkeypatch.setattr(scaled_mm, "_ones", {})
+    out = scaled_mm._library(codes, x_scale, w, w_scale, None, torch.bfloat16, columns)
+    assert torch.equal(out, scaled_mm._library(codes, x_scale, w, w_scale, None, torch.bfloat16))
+    expected = (codes.float() * x_scale.view(-1, 1)) @ (w.float() * w_scale.view(-1, 1)).T
+    assert ((out.float() - expected).abs() <= expected.abs() * 2**-8 + 1e-3).all()
+    with Launched() as launched:
+        again = scaled_mm._library(codes, x_scale, w, w_scale, None, torch.bfloat16, columns)
+    assert torch.equal(out, again)
+    assert launched.names - {"aten::t", "aten::slice", "aten::transpose", "aten::view"} == {"aten::_scaled_mm"}
+
+
+class Launched(TorchDispatchMode):
+    """Names of the operators that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.name().split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_ones_that_a_graph_may_read_are_kept(monkeypatch):
+    monkeypatch.setattr(scaled_mm, "_ones", {})
+    cpu = torch.device("cpu")
+    first = scaled_mm._column_of_ones(5, cpu)
+    assert first.shape == (5, 1)
+    assert first.is_contiguous()
+    assert scaled_mm._column_of_ones(7, cpu).data_ptr() == first.data_ptr()
+    large = scaled_mm._column_of_ones(1 << 15, cpu)
+    assert large.shape == (1 << 15, 1)
+    assert [held.data_ptr() for held in scaled_mm._ones[cpu]] == [first.data_ptr(), large.data_ptr()]
+    assert bool((scaled_mm._column_of_ones(20000, cpu) == 1).all())
