@@ -163,7 +163,7 @@ def load_steps(part: str, out: Path, quick: bool) -> Iterator[tuple[str, list[st
     else:
         short = ["--rounds", "2", "--seconds", "1"] if quick else ["--seconds", "3"]
         for model in GENERATING:
-            yield f"decode/{model}", [*bench, "--model", model, "--via", "engine", *short, *rows]
+            yield f"decode/{model}", [*bench, "--model", model, "--via", "engine", *short, "--profile", *rows]
         carried = ["--model", "qwen3-0.6b", "--via", "link", "http", "--prompt", "128"]
         yield "decode/carriers", [*bench, *carried, *short, *rows]
 

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,11 +29,13 @@ from rose.engine import build_engine
 # First fit counts. Names are the libraries' own (gemm, nvjet, cutlass: cuBLAS and CUTLASS), and those of this project's
 # kernels.
 KINDS: tuple[tuple[str, str], ...] = (
-    ("attention", r"attention|flash|fmha|prefillwith|decodewith|_attn"),
+    ("attention", r"attention|flash|fmha|prefillwith|decodewith|_attn|_paged|^_merge"),
+    ("recurrence", r"delta|causal_conv|_solve_chunks|_walk_chunks"),
     ("product", r"gemm|nvjet|cutlass|splitk|linear|addmm|aten::mm|matmul|mkldnn|onednn"),
     ("norm", r"norm"),
     ("rotary", r"rope|rotary"),
     ("activation", r"gelu|silu|activation"),
+    ("sampling", r"greedy|argmax|sample|_draw|softmax|topk|sort|latest|_finished"),
     ("embedding", r"embed|index_select|gather"),
     ("pooling", r"pool"),
     ("copy", r"memcpy|memset|copy|aten::to\b|fill"),
@@ -148,28 +150,38 @@ def profile_model(target: Target, wanted: Sequence[Load], backend: str, out: Pat
     found = []
     with closing(EngineDriver(build_engine(model, limits, target.device, target.dtype, backend=backend))) as driver:
         for load in wanted:
-            found.append(
-                _tell(target, load, *_profiled(driver, load, read.architecture.vocab_size, target.device), out)
-            )
+            facts = {"load": load.name, "tokens": load.tokens, "batch": load.batch, "requests": _ROUNDS}
+            watched = _profiled(driver, load, read.architecture.vocab_size, target.device)
+            found.append(tell(target, facts, watched, out))
     return found
 
 
-def _tell(
-    target: Target,
-    load: Load,
-    events: Iterable[tuple[str, int, float]],
-    spans: Sequence[tuple[str, int, int]],
-    seconds: float,
-    out: Path | None,
-) -> dict[str, Any]:
-    times, between = kernel_times(events), gaps(spans)
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What the profiler saw.
+
+    Attributes:
+        events: (name, calls, microseconds) of each kernel.
+        spans: (name, start, end) of each call in nanoseconds, on a GPU.
+        seconds: in all.
+    """
+
+    events: list[tuple[str, int, float]]
+    spans: list[tuple[str, int, int]]
+    seconds: float
+
+
+def tell(target: Target, facts: Mapping[str, Any], watched: Watched, out: Path | None) -> dict[str, Any]:
+    """Print the table of one load and write it beside `out`; returns what is written.
+
+    Args:
+        facts: "load", "tokens", "batch", and how often it ran: "requests" or "steps".
+    """
+    times, between = kernel_times(watched.events), gaps(watched.spans)
     result: dict[str, Any] = {
         **asdict(target.facts),
-        "load": load.name,
-        "tokens": load.tokens,
-        "batch": load.batch,
-        "requests": _ROUNDS,
-        "profiled_ms": round(seconds * 1e3, 3),
+        **facts,
+        "profiled_ms": round(watched.seconds * 1e3, 3),
         "kernels_ms": round(sum(one.ms for one in times), 3),
         "gaps_ms": round(sum(one.ms for one in between), 3),
         "share_by_kind": shares_by_kind(times),
@@ -179,44 +191,61 @@ def _tell(
     _print(result, times, between)
     if out is not None:
         eight = "_fp8" if target.facts.dtype == "fp8" else ""  # beside the same loads in 16 bits
-        path = out.parent / f"kernels_{target.name}{eight}_{load.batch}x{load.tokens}.json"
+        decode = "_decode" if facts["load"] == "decode" else ""
+        path = out.parent / f"kernels_{target.name}{eight}{decode}_{facts['batch']}x{facts['tokens']}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
 
 
-def _profiled(
-    driver: EngineDriver, load: Load, vocab_size: int, device: torch.device
-) -> tuple[list[tuple[str, int, float]], list[tuple[str, int, int]], float]:
-    """(name, calls, microseconds) of each kernel, (name, start, end) of each call on a GPU, seconds in all."""
-    from torch.profiler import ProfilerActivity, profile
-
+def _profiled(driver: EngineDriver, load: Load, vocab_size: int, device: torch.device) -> Watched:
     prepared = [driver.prepare(sequences) for sequences in requests(load, vocab_size, _ROUNDS)]
     for _ in range(3):  # plain, captured, replayed
         driver.send(prepared[0])
+
+    def send_all(begin: Callable[[], None]) -> None:
+        begin()
+        for one in prepared:
+            driver.send(one)
+
+    return watch(send_all, device)
+
+
+def watch(run: Callable[[Callable[[], None]], object], device: torch.device) -> Watched:
+    """Profile what `run` does from where it calls its argument."""
+    from torch.profiler import ProfilerActivity, profile
+
     on_cpu = device.type == "cpu"
     options: dict[str, Any] = {}
     if on_cpu:  # forwards run in a thread of the executor's
         options["experimental_config"] = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    activity = ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA
-    with profile(activities=[activity], **options) as found:
+    found = profile(activities=[ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA], **options)
+    start = 0.0
+
+    def begin() -> None:
+        nonlocal start
+        found.start()
         start = time.perf_counter()
-        for one in prepared:
-            driver.send(one)
-        seconds = time.perf_counter() - start
+
+    run(begin)
+    seconds = time.perf_counter() - start
+    found.stop()
     averages: Any = found.key_averages()
     if on_cpu:
-        return [(e.key, e.count, e.self_cpu_time_total) for e in averages if e.self_cpu_time_total > 0], [], seconds
-    called: Any = found.profiler.kineto_results.events() if found.profiler is not None else []
-    on_gpu = [e for e in called if e.device_type().name == "CUDA"]
+        taken = [(e.key, e.count, e.self_cpu_time_total) for e in averages if e.self_cpu_time_total > 0]
+        return Watched(taken, [], seconds)
+    seen: Any = found.profiler
+    on_gpu = [e for e in seen.kineto_results.events() if e.device_type().name == "CUDA"]
     spans = [(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in on_gpu]
-    taken = [(e.key, e.count, e.self_device_time_total) for e in averages if e.self_device_time_total > 0]
-    return taken, spans, seconds
+    return Watched(
+        [(e.key, e.count, e.self_device_time_total) for e in averages if e.self_device_time_total > 0], spans, seconds
+    )
 
 
 def _print(result: Mapping[str, Any], times: Sequence[KernelTime], between: Sequence[Gap]) -> None:
+    times_run = f"{result['steps']} steps" if "steps" in result else f"{result['requests']} requests"
     print(
-        f"{result['model']} {result['batch']} x {result['tokens']}, {result['requests']} requests: "
+        f"{result['model']} {result['batch']} x {result['tokens']}, {times_run}: "
         f"{result['kernels_ms']:.2f} ms in kernels of {result['profiled_ms']:.2f} ms"
     )
     for group, kernels in grouped(times).items():

@@ -13,10 +13,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from rose.bench.breakdown import tell, watch
 from rose.bench.carriers import Ids
 from rose.bench.decode_reference import DecodeReference
 from rose.bench.decode_ways import DecodeWay, EngineWay, HttpWay, LinkWay, Stream
@@ -40,6 +42,8 @@ LEAST_AGREEMENT = 0.99
 # Lengths of the prompts checked, and tokens of each; fewer clear places than a quarter of them check nothing.
 _CHECKED, _CHECKED_TOKENS = (40, 7, 129, 64), 32
 _FIRST_ID, _SEED = 5, 7
+# Of a profile: enough that one step more or less, which may be on its way as it begins, does not show.
+_PROFILED_STEPS = 33
 GRAPH_BYTES = 4 << 30
 
 
@@ -80,6 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=12, help="most rounds of a load")
     parser.add_argument("--seconds", type=float, default=8.0, help="no round begins after so long")
     parser.add_argument("--backend", default="auto", help="attention backend")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="via engine: time of every kernel of a step too, beside --out",
+    )
     parser.add_argument("--no-check", action="store_true", help="another server whose weights are not the folder's")
 
 
@@ -116,7 +125,21 @@ def _run_model(target: Target, arguments: argparse.Namespace) -> int:
                     continue
                 if arguments.out is not None:
                     write_rows(arguments.out, [row])
+                if arguments.profile and isinstance(way, EngineWay):
+                    profile_steps(way, target, read, prompt, batch, arguments.out)
     return failed
+
+
+def profile_steps(
+    way: EngineWay, target: Target, read: ModelFolder, prompt: int, batch: int, out: Path | None
+) -> dict[str, object]:
+    """Time of each kernel in steps of `batch` sequences, from where every prompt has its first token on."""
+    prompts = make_prompts(read, prompt, batch, seed=_SEED)
+    for _ in range(2):
+        way.generate(prompts, _PROFILED_STEPS)
+    watched = watch(lambda begin: way.generate(prompts, _PROFILED_STEPS, begin), target.device)
+    facts = {"load": "decode", "tokens": prompt, "batch": batch, "steps": _PROFILED_STEPS - 1}
+    return tell(target, facts, watched, out)
 
 
 def fitting(name: str, max_tokens: int, arguments: argparse.Namespace) -> list[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -75,7 +75,13 @@ class EngineWay:
         self._owner = engine.executor.owner()
         self._owner.__enter__()
 
-    def generate(self, prompts: Sequence[Ids], new_tokens: int) -> list[Stream]:
+    def generate(
+        self, prompts: Sequence[Ids], new_tokens: int, began: Callable[[], None] | None = None
+    ) -> list[Stream]:
+        """
+        Args:
+            began: called once, as soon as every prompt has its first token.
+        """
         sampling = Sampling(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
         streams: dict[int, Stream] = {}
         clock = time.perf_counter
@@ -83,7 +89,7 @@ class EngineWay:
             self._next += 1
             streams[self._next] = Stream(clock())
             self._engine.add(GenerateRequest(self._next, ids, sampling))
-        open_streams = len(streams)
+        open_streams = waiting = len(streams)
         while open_streams:
             step = self._engine.step()
             now = clock()
@@ -93,7 +99,11 @@ class EngineWay:
                 stream = streams[token.request_id]
                 stream.times.append(now)
                 stream.ids.append(token.token)
+                waiting -= len(stream.ids) == 1
                 open_streams -= token.finish is not Finish.NONE
+            if began is not None and not waiting:
+                began()
+                began = None
             if self._pause and not step.tokens and not step.launched:
                 time.sleep(self._pause)
         while not self._engine.idle:  # a token too many may be on its way

@@ -69,6 +69,10 @@ def test_kernels_are_named_shortly_and_added_up():
     assert breakdown.shares_by_kind(times) == {"attention": 0.6, "product": 0.4}
     assert breakdown.kind_of("_add_layer_norm_kernel") == "norm"
     assert breakdown.kind_of("something_else") == "other"
+    steps = {"_paged_decode": "attention", "_merge": "attention", "_gated_delta_step": "recurrence"}
+    steps |= {"_causal_conv_step": "recurrence", "_greedy_blocks": "sampling", "_take_latest": "sampling"}
+    steps |= {"_gated_norm": "norm", "_gemm_gated": "product", "_store_kv": "other"}
+    assert {name: breakdown.kind_of(name) for name in steps} == steps
     groups = breakdown.grouped(breakdown.kernel_times([("x_gemm", 1, 5.0), ("rope", 1, 2.0), ("memcpy", 1, 1.0)]))
     assert list(groups) == ["products", "attention", "norms", "activation", "other"]
     assert [[one.name for one in group] for group in groups.values()] == [["x_gemm"], [], [], [], ["rope", "memcpy"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import time
 import weakref
 from contextlib import closing
 
@@ -66,6 +67,27 @@ def test_the_engine_gives_every_token_and_its_time(read):
         assert len(stream.ids) == len(stream.times) == 9
         assert stream.start < stream.times[0]
         assert stream.times == sorted(stream.times)
+
+
+def test_it_says_when_every_prompt_has_its_first_token(read):
+    seen = []
+    with closing(engine_way(read)) as way:
+        streams = way.generate(decode.make_prompts(read, 20, 3, seed=1), 9, lambda: seen.append(time.perf_counter()))
+    (began,) = seen
+    assert began >= max(stream.times[0] for stream in streams)
+    assert all(began <= stream.times[2] for stream in streams)
+
+
+def test_steps_are_profiled_and_told(folder, tmp_path, capsys):
+    """On a CPU by its operators; the prompts' own batch is over by then."""
+    out = tmp_path / "rows.jsonl"
+    options = ["--model", f"tiny-qwen3={folder}", "--via", "engine", "--prompt", "16", "--batch", "2"]
+    sizes = ["--new-tokens", "4", "--rounds", "1", "--no-check", "--profile", "--out", str(out)]
+    assert commands.run_load("decode", [*options, *sizes], "x", prog="x", about="x") == 0
+    told = json.loads((tmp_path / "kernels_tiny-qwen3_decode_2x16.json").read_text())
+    assert (told["load"], told["tokens"], told["batch"], told["steps"]) == ("decode", 16, 2, 32)
+    assert told["share_by_kind"]["product"] > 0
+    assert "tiny-qwen3 2 x 16, 32 steps: " in capsys.readouterr().out
 
 
 def test_what_was_closed_holds_no_engine(read):
