@@ -36,6 +36,8 @@ _EXAMPLES = (
     "rose calibrate ./my-embedder --data texts.txt --scheme fp8-block -o ./my-embedder-fp8 --dry-run --json",
 )
 _SHOWN = 8
+# Held-out texts below which a gate that holds is told with a warning: the least of so few cosines is no bound.
+_FEW_HELD_OUT = 25
 
 
 def add_calibrate(commands: Commands) -> None:
@@ -197,5 +199,10 @@ def _told(outcome: Outcome) -> str:
         lines.append(f"keys and values of {len(report['kv_cache'])} layers in e4m3: {report['kv_cache_damage']:.3e}")
     if report["always_kept"]:
         lines.append(f"kept plain as asked or by rule: {', '.join(report['always_kept'][:_SHOWN])}")
+    if report["passed"] and report["texts"]["held_out"] < _FEW_HELD_OUT:
+        lines.append(
+            f"few texts: the gate held on {report['texts']['held_out']}, which says little of others; "
+            f"--data with {4 * _FEW_HELD_OUT} or more of the kind that will be served says more"
+        )
     lines.append("passed" if report["passed"] else "FAILED: nothing was written")
     return "\n".join(lines + ([str(outcome.folder)] if outcome.folder is not None else []))

@@ -84,7 +84,13 @@ def test_a_dry_run_writes_nothing(tmp_path, data, capsys):
     status, out, _ = run("calibrate", path, *options, capsys=capsys)
     assert status == 0
     assert "of 8 layers quantised" in out
+    assert "few texts: the gate held on 4, which says little of others" in out
     assert not (tmp_path / "made").exists()
+    many = tmp_path / "many.txt"
+    many.write_text("".join(f"{text} {i}\n" for i in range(6) for text in TEXTS), encoding="utf-8")
+    _, out, _ = run("calibrate", path, "--data", many, *options[2:], capsys=capsys)
+    assert "27 texts held out" in out
+    assert "few texts" not in out
 
 
 def test_a_gate_that_never_holds_is_a_status(tmp_path, data, capsys):
