@@ -3,15 +3,16 @@
     PYTHONPATH=. python benchmarks/kernels/tune_gemm.py --out DIR [--tokens 64 128] [--shapes bge pplx] [--seconds 240]
         [--missing]
 
-Steps of generating: --tokens 16 32 --shapes qwen3-0.6b qwen3-8b qwen3.5-4b. Shapes in common are measured once.
+Steps of generating: --tokens 16 32 --shapes qwen3-0.6b qwen3-8b qwen3.5-4b. Shapes in common are measured once. The
+heads of language models ("logits") are among their products, and write fp32; the library serves those without a row.
 Products of e4m3 codes under one scale a side: --dtype fp8; their rows of the table have names of their own.
 
 Two rounds: a coarse list of tiles for every product, then the neighbours of the best. In each round worker processes
 compile the candidates (into Triton's cache) and check them against the library on a batch with a tail, so that one that
 is wrong is out and one that crashes takes only its worker along. Then this process times those that passed: 24 weights
-in turn in one graph, each product beside the norm that is its neighbour in a model, so that dependent launch, the L2
-cache and the cost of reading pieces count as they will. The table is written after every product of either round, and
-its times after the second; the library (null) gets a row where it is faster.
+(of heads as many as 8 GiB hold) in turn in one graph, each product beside the norm that is its neighbour in a model, so
+that dependent launch, the L2 cache and the cost of reading pieces count as they will. The table is written after every
+product of either round, and its times after the second; the library (null) gets a row where it is faster.
 """
 
 from __future__ import annotations
@@ -38,12 +39,16 @@ from rose.kernels.activation import activate_in_place, gated_activation
 from rose.kernels.add_norm import add_rms_norm, rms_norm
 from rose.kernels.add_norm_quantize import rms_norm_quantize
 from rose.kernels.linear import run_tile
+from rose.kernels.logits import logits_ref
 from rose.kernels.quantize import quantize_static
 from rose.kernels.scaled_mm import run_codes
 from rose.kernels.tiles import Op, Tile, sm90_reason
 
 DEVICE = "cuda"
 LAYERS = 24
+# What the weights of one product may take: all 24 of every layer so far (4.8 GB at most), of a head of 1.2 GB six. Each
+# is read whole by the time its turn comes again, and the L2 cache holds 50 MB.
+WEIGHT_BYTES = 8 << 30
 # Of codes: of rows whose values are those of a norm, and of weights, both clamped beyond 4.5 sigma.
 X_SCALE, W_SCALE = 4.5 / 448, 0.09 / 448
 
@@ -69,6 +74,17 @@ class Product(NamedTuple):
         """Bytes a value."""
         return 1 if self.codes else 2
 
+    @property
+    def out_size(self) -> int:
+        """Bytes a value of the answer, were it in one piece."""
+        return 4 if self.op == "logits" else 2
+
+    @property
+    def in_turn(self) -> int:
+        """Weights to time one after another; two at least."""
+        made = tiles.halves(self.op) * self.n * self.k * self.size
+        return min(LAYERS, max(2, WEIGHT_BYTES // made))
+
 
 def _qwen3(hidden: int, qkv: int, heads: int, intermediate: int) -> list[Product]:
     """qkv: rows of the packed projection; heads: columns of the output projection."""
@@ -89,14 +105,18 @@ SHAPES: dict[str, list[Product]] = {
     ],
     # 16 query and 8 key heads of 128.
     "pplx": _qwen3(1024, 4096, 2048, 3072),
-    "qwen3-0.6b": _qwen3(1024, 4096, 2048, 3072),
+    "qwen3-0.6b": [*_qwen3(1024, 4096, 2048, 3072), Product("logits", 151936, 1024)],
     # 32 and 8 heads of 128: pplx-embed-4b, Qwen3-Embedding-4B, Qwen3-Reranker-4B.
     "pplx-4b": _qwen3(2560, 6144, 4096, 9728),
     "qwen3-embedding-4b": _qwen3(2560, 6144, 4096, 9728),
-    "qwen3-8b": _qwen3(4096, 6144, 4096, 12288),
+    "qwen3-8b": [*_qwen3(4096, 6144, 4096, 12288), Product("logits", 151936, 4096)],
     # 16 and 4 heads of 256, and a gate for each query head. A delta net's in_proj is q, k, v (8192), z (4096), b and a
     # (32 each); its output projection has the shape of the attention's.
-    "qwen3.5-4b": [Product("linear", 8192 + 4096 + 2 * 32, 2560), *_qwen3(2560, 10240, 4096, 9216)],
+    "qwen3.5-4b": [
+        Product("linear", 8192 + 4096 + 2 * 32, 2560),
+        *_qwen3(2560, 10240, 4096, 9216),
+        Product("logits", 248320, 2560),
+    ],
 }
 
 
@@ -204,7 +224,8 @@ def possible(p: Product, found: Iterable[Tile]) -> list[Tile]:
 
 def weights(p: Product, count: int) -> list[Tensor]:
     shape = (p.n * (2 if p.gated else 1), p.k)
-    plain = [(torch.randn(shape, device=DEVICE) * 0.02).to(torch.bfloat16) for _ in range(count)]
+    # In place, and never in fp32: processes side by side hold a head of 1.2 GB each.
+    plain = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).mul_(0.02) for _ in range(count)]
     return [quantize_static(w, scale(W_SCALE)) for w in plain] if p.codes else plain
 
 
@@ -216,6 +237,8 @@ def scale(value: float) -> Tensor:
 def library(p: Product, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     if p.codes:
         y = torch._scaled_mm(x, w.t(), scale(X_SCALE), scale(W_SCALE), bias=bias, out_dtype=torch.bfloat16)
+    elif p.op == "logits":
+        return torch.mm(x, w.t(), out_dtype=torch.float32)
     else:
         y = F.linear(x, w, bias)
     if p.gated:
@@ -230,7 +253,8 @@ def product(p: Product, x: Tensor, w: Tensor, bias: Tensor | None, tile: Tile | 
     if p.codes:
         scaled = x, scale(X_SCALE), w, scale(W_SCALE)
         return run_codes(*scaled, bias, p.activation, torch.bfloat16, tile, pieces=pieces, gated=p.gated)
-    return run_tile(x, w, bias, p.activation, tile, pieces=pieces, gated=p.gated)
+    dtype = torch.float32 if p.op == "logits" else None
+    return run_tile(x, w, bias, p.activation, tile, pieces=pieces, gated=p.gated, dtype=dtype)
 
 
 # -- 1. compile and check, in processes of their own
@@ -245,7 +269,11 @@ def check(p: Product, tile: Tile) -> str | None:
     bias = torch.randn(p.n, device=DEVICE).to(torch.bfloat16) if p.bias else None
     out = product(p, x, w, bias, tile)
     torch.cuda.synchronize()
-    ref = F.linear(x.float(), w.float() * (X_SCALE * W_SCALE if p.codes else 1), None if bias is None else bias.float())
+    ref = logits_ref(x, w)  # fp32, some rows of the weight at a time
+    if p.codes:
+        ref *= X_SCALE * W_SCALE
+    if bias is not None:
+        ref += bias.float()
     if p.gated:
         ref = gated_activation(ref, p.activation or "silu")
     elif p.op == "partial":
@@ -376,7 +404,8 @@ def conclude(report: Report, p: Product, tokens: int, times: Timed, ws: list[Ten
         us_with_norm=finals[order[0]],
         library_us_with_norm=finals[None],
         floor_us=floor_us(
-            p.size * (factor * p.n * p.k + tokens * p.k) + 2 * tokens * p.n, p.size * tokens * p.k * p.n * factor
+            p.size * (factor * p.n * p.k + tokens * p.k) + p.out_size * tokens * p.n,
+            p.size * tokens * p.k * p.n * factor,
         ),
         best=[(round(finals[t], 2), None if t is None else as_row(t)) for t in order],
         best_of_kind={
@@ -425,6 +454,8 @@ def main() -> None:
     began = time.perf_counter()
     by_key: dict[str, Product] = {}
     for p in (p for name in args.shapes for p in SHAPES[name]):
+        if p.op == "logits" and args.dtype == "fp8":  # heads stay as they are when layers are quantised
+            continue
         p = p._replace(codes=args.dtype == "fp8")
         by_key.setdefault(p.key, p)
     table = {name: dict(rows) for name, rows in tiles._table().items()}
@@ -436,7 +467,7 @@ def main() -> None:
     ]
     checkers = Checkers(args.workers)
     report = Report(args.out / "tune_gemm.json")
-    ws = {p: weights(p, LAYERS) for p, _ in plan}
+    ws = {p: weights(p, p.in_turn) for p, _ in plan}
     times: dict[tuple[Product, int], Timed] = {}
 
     lists = {(p, m): possible(p, deeper(p, coarse(p, m))) for p, m in plan}

@@ -11,16 +11,18 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rose.bench.drivers import EngineDriver
+from rose.bench.drivers import EngineDriver, Ids
 from rose.bench.loads import Load, requests
+from rose.bench.quantised_shapes import SCHEME_OF
 from rose.bench.targets import Target
 from rose.config import EngineConfig, read_model_folder
 from rose.convert import load_model
@@ -29,30 +31,43 @@ from rose.engine import build_engine
 # First fit counts. Names are the libraries' own (gemm, nvjet, cutlass: cuBLAS and CUTLASS), and those of this project's
 # kernels.
 KINDS: tuple[tuple[str, str], ...] = (
-    ("attention", r"attention|flash|fmha|prefillwith|decodewith|_attn|_paged|^_merge"),
+    ("attention", r"attention|flash|fmha|prefillwith|decodewith|_attn|_paged|^_merge|mergestates"),
     ("recurrence", r"delta|causal_conv|_solve_chunks|_walk_chunks"),
-    ("product", r"gemm|nvjet|cutlass|splitk|linear|addmm|aten::mm|matmul|mkldnn|onednn"),
+    ("product", r"gemm|gemv|nvjet|cutlass|splitk|linear|addmm|aten::mm|matmul|mkldnn|onednn"),
+    ("store", r"store_kv|rope_store"),
     ("norm", r"norm"),
     ("rotary", r"rope|rotary"),
-    ("activation", r"gelu|silu|activation"),
+    ("activation", r"gelu|silu|sigmoid|activation"),
     ("sampling", r"greedy|argmax|sample|_draw|softmax|topk|sort|latest|_finished"),
-    ("embedding", r"embed|index_select|gather"),
+    ("embedding", r"embed|index_?select|gather"),
     ("pooling", r"pool"),
+    ("quantisation", r"quantiz"),
     ("copy", r"memcpy|memset|copy|aten::to\b|fill"),
 )
 # As they are printed: all other kinds come together at the end.
-GROUPS = {"product": "products", "attention": "attention", "norm": "norms", "activation": "activation"}
+GROUPS = {
+    "product": "products",
+    "attention": "attention",
+    "norm": "norms",
+    "activation": "activation",
+    "recurrence": "recurrence",
+    "store": "keys and values stored",
+    "sampling": "sampling",
+}
 _ROUNDS = 2
 # Kernels printed of each group, and the least share of the device's time that makes one worth a line.
 _PRINTED, _LEAST_SHARE = 8, 0.002
 # Gaps that are kept, and those of them that are printed.
-_GAPS, _GAPS_PRINTED = 20, 8
+GAPS, _GAPS_PRINTED = 20, 8
 GRAPH_BYTES = 4 << 30
+
+# (name, start, end) of one kernel's run, in nanoseconds.
+Span = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """One kernel over all profiled requests.
+    """One kernel over all that was profiled.
 
     Attributes:
         share: of all kernels' time.
@@ -67,12 +82,27 @@ class KernelTime:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The device's idle time between two kernels that follow each other, over all profiled requests."""
+    """The device's idle time between two kernels that follow each other, over all that was profiled."""
 
     before: str
     after: str
     calls: int
     ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What the profiler saw.
+
+    Attributes:
+        events: (name, calls, microseconds) of each kernel; on a CPU of each operator, by itself.
+        spans: of each kernel's runs, on a GPU.
+        seconds: of the clock, in all.
+    """
+
+    events: list[tuple[str, int, float]]
+    spans: list[Span]
+    seconds: float
 
 
 def kind_of(name: str) -> str:
@@ -97,7 +127,7 @@ def kernel_times(events: Iterable[tuple[str, int, float]]) -> list[KernelTime]:
     return [KernelTime(n, kind_of(n), calls[n], round(taken[n] / 1e3, 4), round(taken[n] / whole, 4)) for n in order]
 
 
-def gaps(spans: Iterable[tuple[str, int, int]]) -> list[Gap]:
+def gaps(spans: Iterable[Span]) -> list[Gap]:
     """Largest first.
 
     Args:
@@ -150,113 +180,95 @@ def profile_model(target: Target, wanted: Sequence[Load], backend: str, out: Pat
     found = []
     with closing(EngineDriver(build_engine(model, limits, target.device, target.dtype, backend=backend))) as driver:
         for load in wanted:
-            facts = {"load": load.name, "tokens": load.tokens, "batch": load.batch, "requests": _ROUNDS}
-            watched = _profiled(driver, load, read.architecture.vocab_size, target.device)
-            found.append(tell(target, facts, watched, out))
+            prepared = [
+                driver.prepare(sequences) for sequences in requests(load, read.architecture.vocab_size, _ROUNDS)
+            ]
+            for _ in range(3):  # plain, captured, replayed
+                driver.send(prepared[0])
+            found.append(_tell(target, load, watch(target.device, partial(_send, driver, prepared)), out))
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """What the profiler saw.
-
-    Attributes:
-        events: (name, calls, microseconds) of each kernel.
-        spans: (name, start, end) of each call in nanoseconds, on a GPU.
-        seconds: in all.
-    """
-
-    events: list[tuple[str, int, float]]
-    spans: list[tuple[str, int, int]]
-    seconds: float
+def _send(driver: EngineDriver, prepared: list[list[Ids]]) -> None:
+    for one in prepared:
+        driver.send(one)
 
 
-def tell(target: Target, facts: Mapping[str, Any], watched: Watched, out: Path | None) -> dict[str, Any]:
-    """Print the table of one load and write it beside `out`; returns what is written.
-
-    Args:
-        facts: "load", "tokens", "batch", and how often it ran: "requests" or "steps".
-    """
-    times, between = kernel_times(watched.events), gaps(watched.spans)
+def _tell(target: Target, load: Load, seen: Watched, out: Path | None) -> dict[str, Any]:
+    times, between = kernel_times(seen.events), gaps(seen.spans)
     result: dict[str, Any] = {
         **asdict(target.facts),
-        **facts,
-        "profiled_ms": round(watched.seconds * 1e3, 3),
+        "load": load.name,
+        "tokens": load.tokens,
+        "batch": load.batch,
+        "requests": _ROUNDS,
+        "profiled_ms": round(seen.seconds * 1e3, 3),
         "kernels_ms": round(sum(one.ms for one in times), 3),
         "gaps_ms": round(sum(one.ms for one in between), 3),
         "share_by_kind": shares_by_kind(times),
         "kernels": [asdict(one) for one in times],
-        "gaps": [asdict(one) for one in between[:_GAPS]],
+        "gaps": [asdict(one) for one in between[:GAPS]],
     }
-    _print(result, times, between)
-    if out is not None:
-        eight = "_fp8" if target.facts.dtype == "fp8" else ""  # beside the same loads in 16 bits
-        decode = "_decode" if facts["load"] == "decode" else ""
-        path = out.parent / f"kernels_{target.name}{eight}{decode}_{facts['batch']}x{facts['tokens']}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(
+        f"{target.name} {load.batch} x {load.tokens}, {_ROUNDS} requests: "
+        f"{result['kernels_ms']:.2f} ms in kernels of {result['profiled_ms']:.2f} ms"
+    )
+    print_kernels(times, between)
+    write_kernels(target, f"{load.batch}x{load.tokens}", result, out)
     return result
 
 
-def _profiled(driver: EngineDriver, load: Load, vocab_size: int, device: torch.device) -> Watched:
-    prepared = [driver.prepare(sequences) for sequences in requests(load, vocab_size, _ROUNDS)]
-    for _ in range(3):  # plain, captured, replayed
-        driver.send(prepared[0])
-
-    def send_all(begin: Callable[[], None]) -> None:
-        begin()
-        for one in prepared:
-            driver.send(one)
-
-    return watch(send_all, device)
+def write_kernels(target: Target, load: str, result: dict[str, Any], out: Path | None) -> None:
+    """To a file of its own beside `out`, where there is one; of 8 bits beside those of the same load in 16."""
+    if out is None:
+        return
+    codes = f"_{target.facts.dtype}" if target.facts.dtype in SCHEME_OF else ""
+    path = out.parent / f"kernels_{target.name}{codes}_{load}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def watch(run: Callable[[Callable[[], None]], object], device: torch.device) -> Watched:
-    """Profile what `run` does from where it calls its argument."""
+def watch(device: torch.device, run: Callable[[], object]) -> Watched:
+    """Run it under the profiler. It returns once the device is done with what it was given."""
     from torch.profiler import ProfilerActivity, profile
 
     on_cpu = device.type == "cpu"
     options: dict[str, Any] = {}
     if on_cpu:  # forwards run in a thread of the executor's
         options["experimental_config"] = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    found = profile(activities=[ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA], **options)
-    start = 0.0
-
-    def begin() -> None:
-        nonlocal start
-        found.start()
+    activity = ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA
+    with profile(activities=[activity], **options) as found:
         start = time.perf_counter()
-
-    run(begin)
-    seconds = time.perf_counter() - start
-    found.stop()
+        run()
+        seconds = time.perf_counter() - start
     averages: Any = found.key_averages()
     if on_cpu:
-        taken = [(e.key, e.count, e.self_cpu_time_total) for e in averages if e.self_cpu_time_total > 0]
-        return Watched(taken, [], seconds)
-    seen: Any = found.profiler
-    on_gpu = [e for e in seen.kineto_results.events() if e.device_type().name == "CUDA"]
+        operators = [(e.key, e.count, e.self_cpu_time_total) for e in averages if e.self_cpu_time_total > 0]
+        return Watched(operators, [], seconds)
+    called: Any = found.profiler.kineto_results.events() if found.profiler is not None else []
+    on_gpu = [e for e in called if e.device_type().name == "CUDA"]
     spans = [(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in on_gpu]
-    return Watched(
-        [(e.key, e.count, e.self_device_time_total) for e in averages if e.self_device_time_total > 0], spans, seconds
-    )
+    taken = [(e.key, e.count, e.self_device_time_total) for e in averages if e.self_device_time_total > 0]
+    return Watched(taken, spans, seconds)
 
 
-def _print(result: Mapping[str, Any], times: Sequence[KernelTime], between: Sequence[Gap]) -> None:
-    times_run = f"{result['steps']} steps" if "steps" in result else f"{result['requests']} requests"
-    print(
-        f"{result['model']} {result['batch']} x {result['tokens']}, {times_run}: "
-        f"{result['kernels_ms']:.2f} ms in kernels of {result['profiled_ms']:.2f} ms"
-    )
+def print_kernels(times: Sequence[KernelTime], between: Sequence[Gap], steps: int = 1) -> None:
+    """Each group's share with its longest kernels, then the longest gaps; of several steps, all of it a step."""
+
+    def cost(ms: float, calls: int) -> str:
+        each = f"{round(calls / steps, 1):6g} x {1e3 * ms / calls:8.2f} us"
+        return f"{1e3 * ms / steps:9.1f} us {each}" if steps > 1 else f"{ms:9.3f} ms {each}"
+
     for group, kernels in grouped(times).items():
+        if not kernels:
+            continue
         print(f"  {sum(one.share for one in kernels):6.1%} {group}")
         for one in kernels[:_PRINTED]:
             if one.share >= _LEAST_SHARE:
-                each = f"{one.ms:9.3f} ms {one.calls:6} x {1e3 * one.ms / one.calls:8.1f} us"
-                print(f"    {one.share:6.1%} {each}  {one.name}")
+                print(f"    {one.share:6.1%} {cost(one.ms, one.calls)}  {one.name}")
     if between:
-        print(f"  {result['gaps_ms']:.2f} ms between kernels")
+        whole = sum(one.ms for one in between)
+        print(f"  {1e3 * whole / steps:.1f} us between kernels" if steps > 1 else f"  {whole:.2f} ms between kernels")
         for gap in between[:_GAPS_PRINTED]:
-            each = f"{gap.ms:9.3f} ms {gap.calls:6} x {1e3 * gap.ms / gap.calls:8.1f} us"
-            print(f"           {each}  {gap.before[:48]} -> {gap.after[:48]}")
+            print(f"           {cost(gap.ms, gap.calls)}  {gap.before[:48]} -> {gap.after[:48]}")
     sys.stdout.flush()

@@ -1,7 +1,9 @@
 """`rose bench decode`: time to the first token and for each further one, with 1, 8 and 64 prompts at a time.
 
 Greedy, end tokens ignored, 128 new tokens a prompt of 128 or 2048 random ids that no cache has seen. Before a way is
-timed its tokens are held against transformers. Knows the order of things; ways and rows are other files' business.
+timed its tokens are held against transformers. With `--profile` a step's kernels are told too, of the engine in this
+process and after all it is timed for: a profiler that was there once may go on costing the launches of its process.
+Knows the order of things; ways, rows and kernels are other files' business.
 """
 
 from __future__ import annotations
@@ -12,14 +14,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
-from pathlib import Path
+from itertools import pairwise, product
 
 import numpy as np
 import torch
 
-from rose.bench.breakdown import tell, watch
 from rose.bench.carriers import Ids
+from rose.bench.decode_profile import profile_steps
 from rose.bench.decode_reference import DecodeReference
 from rose.bench.decode_ways import DecodeWay, EngineWay, HttpWay, LinkWay, Stream
 from rose.bench.failures import failed as told_failed
@@ -34,7 +35,7 @@ from rose.bench.targets import Target, add_common_arguments, targets
 from rose.config import EngineConfig, ModelFolder, read_model_folder
 from rose.convert.load import load_generative
 from rose.engine.generation.build import build_generation_engine
-from rose.errors import RoseError, StartupError
+from rose.errors import InvalidInput, RoseError, StartupError
 
 WAYS = ("engine", "link", "http")
 PROMPTS, BATCHES, NEW_TOKENS = (128, 2048), (1, 8, 64), 128
@@ -42,8 +43,6 @@ LEAST_AGREEMENT = 0.99
 # Lengths of the prompts checked, and tokens of each; fewer clear places than a quarter of them check nothing.
 _CHECKED, _CHECKED_TOKENS = (40, 7, 129, 64), 32
 _FIRST_ID, _SEED = 5, 7
-# Of a profile: enough that one step more or less, which may be on its way as it begins, does not show.
-_PROFILED_STEPS = 33
 GRAPH_BYTES = 4 << 30
 
 
@@ -85,9 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="no round begins after so long")
     parser.add_argument("--backend", default="auto", help="attention backend")
     parser.add_argument(
-        "--profile",
-        action="store_true",
-        help="via engine: time of every kernel of a step too, beside --out",
+        "--profile", action="store_true", help="also time of every kernel of a step, in process, beside --out"
     )
     parser.add_argument("--no-check", action="store_true", help="another server whose weights are not the folder's")
 
@@ -97,7 +94,10 @@ def main(arguments: argparse.Namespace, command: str) -> int:
 
     Raises:
         DecodeDisagreementError: tokens are not the reference's, where there is one model; of several the others run.
+        InvalidInput: another server's kernels are wanted.
     """
+    if arguments.profile and arguments.url:
+        raise InvalidInput("--profile is of the engine in this process; --url measures another server")
     models = arguments.model or ["qwen3-0.6b"]
     found = targets(arguments, command, models, LLM_SHAPES)
     return int(over_models(found, lambda one: _run_model(one, arguments), alone=len(models) == 1) > 0)
@@ -115,31 +115,41 @@ def _run_model(target: Target, arguments: argparse.Namespace) -> int:
     for way, backend in _ways(target, read, prompts, arguments):
         with stage(f"check via {way.via}", arguments.verbose):
             agreement = None if reference is None or way.via == "http" else check(way, reference, read)
-        for prompt in prompts:
-            for batch in arguments.batch:
-                try:
-                    row = run(way, target, read, prompt, batch, agreement, backend, arguments)
-                except Exception as error:  # noqa: BLE001  one load that cannot be served must not cost the others
-                    failed += 1
-                    told_failed(f"{target.name} {batch} x {prompt} via {way.via}", error)
-                    continue
-                if arguments.out is not None:
-                    write_rows(arguments.out, [row])
-                if arguments.profile and isinstance(way, EngineWay):
-                    profile_steps(way, target, read, prompt, batch, arguments.out)
+        # An engine that --via does not name is there for its kernels alone.
+        timed = way.via in arguments.via or bool(arguments.url)
+        for prompt, batch in product(prompts, arguments.batch) if timed else ():
+            try:
+                row = run(way, target, read, prompt, batch, agreement, backend, arguments)
+            except Exception as error:  # noqa: BLE001  one load that cannot be served must not cost the others
+                failed += 1
+                told_failed(f"{target.name} {batch} x {prompt} via {way.via}", error)
+                continue
+            if arguments.out is not None:
+                write_rows(arguments.out, [row])
+        if arguments.profile and isinstance(way, EngineWay):
+            for prompt, batch in product(prompts, arguments.batch):
+                failed += not _profiled(way, target, read, prompt, batch, backend, arguments)
     return failed
 
 
-def profile_steps(
-    way: EngineWay, target: Target, read: ModelFolder, prompt: int, batch: int, out: Path | None
-) -> dict[str, object]:
-    """Time of each kernel in steps of `batch` sequences, from where every prompt has its first token on."""
-    prompts = make_prompts(read, prompt, batch, seed=_SEED)
-    for _ in range(2):
-        way.generate(prompts, _PROFILED_STEPS)
-    watched = watch(lambda begin: way.generate(prompts, _PROFILED_STEPS, begin), target.device)
-    facts = {"load": "decode", "tokens": prompt, "batch": batch, "steps": _PROFILED_STEPS - 1}
-    return tell(target, facts, watched, out)
+def _profiled(
+    way: EngineWay,
+    target: Target,
+    read: ModelFolder,
+    prompt: int,
+    batch: int,
+    backend: str,
+    arguments: argparse.Namespace,
+) -> bool:
+    """Whether a step's kernels could be told; it must not cost the other ways' loads."""
+    rounds = [make_prompts(read, prompt, batch, seed=_SEED - number) for number in (1, 2, 3)]
+    try:
+        with stage(f"profile of {batch} x {prompt}", arguments.verbose):
+            profile_steps(way, target, rounds, backend, arguments.out)
+    except Exception as error:  # noqa: BLE001
+        told_failed(f"{target.name} {batch} x {prompt}, profile", error, "kernels")
+        return False
+    return True
 
 
 def fitting(name: str, max_tokens: int, arguments: argparse.Namespace) -> list[int]:
@@ -282,9 +292,11 @@ def _ways(
         with closing(HttpWay(arguments.url, target.name)) as rival:
             yield rival, "unknown"
         return
-    timed, checked = max(prompts) + arguments.new_tokens, max(_CHECKED) + _CHECKED_TOKENS
+    # Prompts begin one after another: of a profile the first must have room to go on until the last has begun.
+    new = max(arguments.new_tokens, NEW_TOKENS) if arguments.profile else arguments.new_tokens
+    timed, checked = max(prompts) + new, max(_CHECKED) + _CHECKED_TOKENS
     longest = min(read.max_tokens, max(timed, checked))
-    if "engine" in arguments.via:
+    if "engine" in arguments.via or arguments.profile:
         on_cpu = target.device.type == "cpu"
         with stage("model in this process", arguments.verbose):
             model = load_generative(read, target.device, target.dtype)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,7 +16,7 @@ from rose.bench.carriers import Ids
 from rose.bench.completions import GENERATION_S, CompletionsClient
 from rose.client import AsyncClient
 from rose.engine.generation.engine import GenerationEngine
-from rose.engine.generation.request import Finish, GenerateRequest, Sampling
+from rose.engine.generation.request import GenerateRequest, Sampling
 from rose.errors import RoseError
 
 # How long a loop with nothing to do sleeps where forwards run in a thread of this process; on a GPU it asks again.
@@ -75,22 +75,26 @@ class EngineWay:
         self._owner = engine.executor.owner()
         self._owner.__enter__()
 
-    def generate(
-        self, prompts: Sequence[Ids], new_tokens: int, began: Callable[[], None] | None = None
-    ) -> list[Stream]:
-        """
-        Args:
-            began: called once, as soon as every prompt has its first token.
-        """
+    def generate(self, prompts: Sequence[Ids], new_tokens: int) -> list[Stream]:
+        streams = self.begin(prompts, new_tokens)
+        self.advance(streams, len(prompts) * new_tokens)
+        self.settle()
+        return checked(list(streams.values()), new_tokens)
+
+    def begin(self, prompts: Sequence[Ids], new_tokens: int) -> dict[int, Stream]:
+        """Send them all; request id -> stream."""
         sampling = Sampling(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
         streams: dict[int, Stream] = {}
-        clock = time.perf_counter
         for ids in prompts:
             self._next += 1
-            streams[self._next] = Stream(clock())
+            streams[self._next] = Stream(time.perf_counter())
             self._engine.add(GenerateRequest(self._next, ids, sampling))
-        open_streams = waiting = len(streams)
-        while open_streams:
+        return streams
+
+    def advance(self, streams: Mapping[int, Stream], tokens: int) -> None:
+        """Step until so many more have come, or none of the streams is open."""
+        clock = time.perf_counter
+        while tokens > 0 and self._engine.open_requests:
             step = self._engine.step()
             now = clock()
             for error in step.failed.values():
@@ -99,16 +103,25 @@ class EngineWay:
                 stream = streams[token.request_id]
                 stream.times.append(now)
                 stream.ids.append(token.token)
-                waiting -= len(stream.ids) == 1
-                open_streams -= token.finish is not Finish.NONE
-            if began is not None and not waiting:
-                began()
-                began = None
+            tokens -= len(step.tokens)
             if self._pause and not step.tokens and not step.launched:
                 time.sleep(self._pause)
-        while not self._engine.idle:  # a token too many may be on its way
+
+    def wait(self) -> None:
+        """Until the device has done what was launched; nothing more is."""
+        self._engine.executor.launch(lambda: None).result()
+
+    def settle(self, streams: Iterable[int] = ()) -> None:
+        """Give these up, and step until nothing is on its way: not even a token too many."""
+        for request_id in streams:
+            self._engine.abort(request_id)
+        while not self._engine.idle:
             self._engine.step()
-        return checked(list(streams.values()), new_tokens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence at most, its prompt's included."""
+        return self._engine.limits.longest
 
     def counters(self) -> Mapping[str, int]:
         return self._engine.counters()

@@ -13,11 +13,12 @@ from rose.bench.targets import Target
 from rose.errors import InternalError, RoseError
 
 
-def failed(what: str, error: Exception) -> None:
-    """Print it. A RoseError names field and limit itself; of our own faults the place is wanted too."""
+def failed(what: str, error: Exception, lost: str = "row") -> None:
+    """Print it, and what is `lost` with it. A RoseError names field and limit itself; of our own faults the place is
+    wanted too."""
     refused = isinstance(error, RoseError) and not isinstance(error, InternalError)
     told = f" {error}" if refused else "\n" + "".join(traceback.format_exception(error))
-    print(f"{what} failed, no row:{told}", flush=True)
+    print(f"{what} failed, no {lost}:{told}", flush=True)
 
 
 def over_models(targets: Iterable[Target], run: Callable[[Target], int], *, alone: bool) -> int:

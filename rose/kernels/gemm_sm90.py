@@ -168,7 +168,15 @@ def descriptor(x: Tensor, rows: int, cols: int) -> Any:
 
 
 def gemm_sm90(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, tile: Tile, *, pieces: bool, gated: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    tile: Tile,
+    *,
+    pieces: bool,
+    gated: bool,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """As `gemm` and `gemm_gated` of gemm.py; bf16 or fp16, shapes and tiles for which `sm90_reason` is None."""
     require_contiguous(x=x, weight=weight, bias=bias)
@@ -177,7 +185,7 @@ def gemm_sm90(
         raise ValueError(reason)
     if tile.split > 1 and (not pieces or gated or bias is not None or activation is not None):
         raise ValueError("a split product has no epilogue of its own")
-    dtype = torch.float32 if tile.split > 1 else x.dtype
+    dtype = torch.float32 if tile.split > 1 else dtype or x.dtype
     out = torch.empty((tile.split, M, N) if pieces else (M, N), dtype=dtype, device=x.device)
     steps, x_slots, w_slots = slots_of(tile, K)
     launch(

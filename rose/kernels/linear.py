@@ -32,7 +32,7 @@ __all__ = [
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "relu", "silu")
 
 
-def _tile(op: Op, x: Tensor, n: int) -> Tile | None:
+def tile_of(op: Op, x: Tensor, n: int) -> Tile | None:
     """None: the library serves this product."""
     if not runs_triton(x) or x.dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -40,19 +40,31 @@ def _tile(op: Op, x: Tensor, n: int) -> Tile | None:
         return None
     tile = choose(op, n, x.shape[1], x.shape[0])
     if tile is not None and tile.kind == "sm90" and not runs_sm90(x.device):
-        return heuristic(op, n, x.shape[1], x.shape[0])
+        return None if op == "logits" else heuristic(op, n, x.shape[1], x.shape[0])
     return tile
 
 
 def run_tile(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, tile: Tile, *, pieces: bool, gated: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    tile: Tile,
+    *,
+    pieces: bool,
+    gated: bool,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """One product on the GPU with a given tile: [T, N]; with `pieces` [split, T, N], fp32 where split > 1."""
+    """One product on the GPU with a given tile: [T, N]; with `pieces` [split, T, N], fp32 where split > 1.
+
+    Args:
+        dtype: of the answer, None for x's own; of products that are not gated.
+    """
     if tile.kind == "sm90":
-        return gemm_sm90(x, weight, bias, activation, tile, pieces=pieces, gated=gated)
+        return gemm_sm90(x, weight, bias, activation, tile, pieces=pieces, gated=gated, dtype=dtype)
     if gated:
         return gemm_gated(x, weight, activation or "none", tile)
-    return gemm(x, weight, bias, activation, tile, pieces=pieces)
+    return gemm(x, weight, bias, activation, tile, pieces=pieces, dtype=dtype)
 
 
 def _check(activation: str | None) -> None:
@@ -77,7 +89,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: st
         [T, N] in x's dtype; the sum is kept in fp32.
     """
     _check(activation)
-    tile = _tile("linear", x, weight.shape[0])
+    tile = tile_of("linear", x, weight.shape[0])
     if tile is None:
         if runs_onednn(x):
             return linear_onednn(x, weight, bias, activation)
@@ -108,7 +120,7 @@ def linear_partial(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [P, T, N]: fp32 where P > 1, x's dtype or fp32 where P = 1. To be summed in order 0..P-1 by the consumer.
     """
-    tile = _tile("partial", x, weight.shape[0])
+    tile = tile_of("partial", x, weight.shape[0])
     if tile is not None:
         return run_tile(x, weight, None, None, tile, pieces=True, gated=False)
     if runs_onednn(x):
@@ -132,7 +144,7 @@ def linear_gated(x: Tensor, weight: Tensor, activation: str = "silu") -> Tensor:
         [T, N] in x's dtype.
     """
     _check(activation)
-    tile = _tile("gated", x, weight.shape[0] // 2)
+    tile = tile_of("gated", x, weight.shape[0] // 2)
     if tile is None:
         if gemm_epilogue.serves(x, weight.shape[0], activation, gated=True):
             out = gemm_epilogue.linear_gated_epilogue(x, weight, activation)

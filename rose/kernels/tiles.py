@@ -15,7 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-Op = Literal["linear", "partial", "gated"]
+# "logits": the head over the vocabulary, which writes fp32.
+Op = Literal["linear", "partial", "gated", "logits"]
 # "plain": rose/kernels/gemm.py; "prefetch": the same, asking the L2 cache for all weights of a program before it waits
 # for the kernel before it; "sm90": rose/kernels/gemm_sm90.py, which takes them into shared memory by then. Of e4m3
 # codes "plain" is rose/kernels/scaled_gemm.py and "sm90" scaled_gemm_sm90.py.
@@ -130,9 +131,9 @@ def preferring(name: str, bucket: str, variant: Variant) -> Iterator[None]:
 def choose(op: Op, n: int, k: int, tokens: int) -> Tile | None:
     """The tile for a [tokens, k] x [n, k] product (`n`: outputs, of one half where gated); None: the library serves it.
 
-    The library (cuBLAS) serves what the table leaves to it. Where the table is silent it serves more than 128 tokens,
-    and weights of 16 MiB from 17 tokens on. Fewer than 64 tokens take what was measured for 64: the Hopper kernel's
-    tiles have 64 rows at least, and rows past the tokens cost no bytes.
+    The library (cuBLAS) serves what the table leaves to it. Where the table is silent it serves heads, more than 128
+    tokens, and weights of 16 MiB from 17 tokens on. Fewer than 64 tokens take what was measured for 64: the Hopper
+    kernel's tiles have 64 rows at least, and rows past the tokens cost no bytes.
     """
     name = bucket(tokens)
     preferred = _preferred.get(key(op, n, k), {}).get(name, "table")
@@ -143,7 +144,7 @@ def choose(op: Op, n: int, k: int, tokens: int) -> Tile | None:
     row = _row(key(op, n, k), tokens)
     if row is not None:
         return row[0]
-    if tokens > _RULED:
+    if tokens > _RULED or op == "logits":
         return None
     if halves(op) * n * k >= _HEAVY:
         return heavy(op, n, k) if name == str(BUCKETS[0]) else None

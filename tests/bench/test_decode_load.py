@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
 import json
-import time
 import weakref
 from contextlib import closing
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rose.bench import commands, decode, records
+from rose.bench import breakdown, commands, decode, decode_profile, records, targets
 from rose.bench.completions import Answer, CompletionsClient
 from rose.bench.decode_reference import DecodeReference
 from rose.bench.decode_ways import EngineWay, Stream, WrongAnswerError, checked
@@ -22,7 +22,7 @@ from rose.bench.shapes import build_checkpoint
 from rose.config import EngineConfig, read_model_folder
 from rose.convert.load import load_generative
 from rose.engine.generation.build import build_generation_engine
-from rose.errors import DeadlineExceeded, Unavailable
+from rose.errors import DeadlineExceeded, InvalidInput, Unavailable
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +69,66 @@ def test_the_engine_gives_every_token_and_its_time(read):
         assert stream.times == sorted(stream.times)
 
 
-def test_it_says_when_every_prompt_has_its_first_token(read):
-    seen = []
+def test_kernels_that_overlap_and_gaps_come_to_the_step():
+    """b is let in while a runs, c begins after a gap, and d has ended before c: it moved nothing on."""
+    spans = [("d", 60_000, 70_000), ("a", 0, 30_000), ("b", 10_000, 42_000), ("c", 50_000, 90_000)]
+    own = decode_profile.own_times(spans)
+    assert own == [("a", 1, 30.0), ("b", 1, 12.0), ("c", 1, 40.0), ("d", 1, 0.0)]
+    assert sum(us for _, _, us in own) + sum(gap.ms for gap in breakdown.gaps(spans)) * 1e3 == pytest.approx(90.0)
+
+
+def target_of(folder, out):
+    parser = argparse.ArgumentParser()
+    decode.add_arguments(parser)
+    asked = parser.parse_args(["--model", f"tiny-qwen3={folder}", "--via", "engine", "--out", str(out)])
+    return next(targets.targets(asked, "x", [], LLM_SHAPES))
+
+
+def test_a_profile_tells_microseconds_a_step(folder, read, tmp_path, monkeypatch, capsys):
+    """On a CPU nothing has spans: some of a GPU are put in, 1000 ns a step."""
+    step = [("void _gemm<4>(int)", 0, 600), ("_rms_norm", 200, 700), ("_gemm", 750, 950)]
+
+    def watch(device, run):
+        before = way.counters()["batches"]
+        seen = breakdown.watch(device, run)
+        count = way.counters()["batches"] - before
+        spans = [(name, start + 1000 * i, end + 1000 * i) for i in range(count) for name, start, end in step]
+        return breakdown.Watched(seen.events, spans, seen.seconds)
+
+    monkeypatch.setattr(decode_profile, "watch", watch)
+    rounds = [decode.make_prompts(read, 20, 2, seed=seed) for seed in range(3)]
+    out = tmp_path / "rows.jsonl"
     with closing(engine_way(read)) as way:
-        streams = way.generate(decode.make_prompts(read, 20, 3, seed=1), 9, lambda: seen.append(time.perf_counter()))
-    (began,) = seen
-    assert began >= max(stream.times[0] for stream in streams)
-    assert all(began <= stream.times[2] for stream in streams)
+        told = decode_profile.profile_steps(way, target_of(folder, out), rounds, "triton", out)
+        assert way._engine.idle
+        assert way.counters()["pages_used"] == 0
+    assert json.loads((tmp_path / "kernels_tiny-qwen3_decode_2x20.json").read_text()) == told
+    # A step more, or two, are launched before the last one is heard of.
+    steps = told["steps"]
+    assert decode_profile.STEPS <= steps <= decode_profile.STEPS + 2
+    gemm, norm = told["kernels"]
+    assert (gemm["name"], gemm["calls"], gemm["us_a_step"], gemm["run_us"]) == ("_gemm", 2 * steps, 0.8, 0.4)
+    assert (norm["kind"], norm["us_a_step"], norm["run_us"]) == ("norm", 0.1, 0.5)
+    assert (told["kernels_a_step"], told["backend"]) == (3.0, "triton")
+    # 50 ns before the second product, and between two steps.
+    assert {(gap["before"], gap["after"]): gap["calls"] for gap in told["gaps"]} == {
+        ("_rms_norm", "_gemm"): steps,
+        ("_gemm", "_gemm"): steps - 1,
+    }
+    assert told["step_us"] == pytest.approx(1.0, abs=0.01)
+    printed = capsys.readouterr().out
+    assert f"tiny-qwen3 2 x 20, {steps} steps: 1.0 us a step, 0.9 in 3 kernels, 0.1 between them" in printed
+    assert "no CUDA" not in printed
+
+
+def test_prompts_without_room_for_a_step_are_refused_and_forgotten(folder, read, tmp_path):
+    with closing(engine_way(read)) as way:
+        rounds = [decode.make_prompts(read, way.longest - 5, 2, seed=seed) for seed in range(3)]
+        with pytest.raises(InvalidInput, match="5 new tokens of each of 2 prompts leave no step"):
+            decode_profile.profile_steps(way, target_of(folder, tmp_path / "rows.jsonl"), rounds, "", None)
+        assert way._engine.idle
+        (stream,) = way.generate(decode.make_prompts(read, 20, 1, seed=1), 4)
+        assert len(stream.ids) == 4
 
 
 def test_steps_are_profiled_and_told(folder, tmp_path, capsys):
@@ -85,9 +138,37 @@ def test_steps_are_profiled_and_told(folder, tmp_path, capsys):
     sizes = ["--new-tokens", "4", "--rounds", "1", "--no-check", "--profile", "--out", str(out)]
     assert commands.run_load("decode", [*options, *sizes], "x", prog="x", about="x") == 0
     told = json.loads((tmp_path / "kernels_tiny-qwen3_decode_2x16.json").read_text())
-    assert (told["load"], told["tokens"], told["batch"], told["steps"]) == ("decode", 16, 2, 32)
+    assert (told["load"], told["tokens"], told["batch"]) == ("decode", 16, 2)
+    assert decode_profile.STEPS <= told["steps"] <= decode_profile.STEPS + 2
     assert told["share_by_kind"]["product"] > 0
-    assert "tiny-qwen3 2 x 16, 32 steps: " in capsys.readouterr().out
+    assert told["gaps"] == []
+    attention = next(one for one in told["kernels"] if one["name"] == "aten::scaled_dot_product_attention")
+    assert attention["calls"] == 2 * told["steps"], "whole steps of two layers, and all of them"
+    printed = capsys.readouterr().out
+    assert "no CUDA device: operators take the kernels' place" in printed
+    assert f"tiny-qwen3 2 x 16, {told['steps']} steps: " in printed
+    assert len(records.read_rows(out)) == 1
+
+
+def test_a_profile_that_fails_costs_no_row(folder, tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise RuntimeError("no profiler here")
+
+    monkeypatch.setattr(decode, "profile_steps", fail)
+    out = tmp_path / "rows.jsonl"
+    options = ["--model", f"tiny-qwen3={folder}", "--via", "engine", "--prompt", "16", "--batch", "1", "2"]
+    sizes = ["--new-tokens", "4", "--rounds", "1", "--no-check", "--profile", "--out", str(out)]
+    assert commands.run_load("decode", [*options, *sizes], "x", prog="x", about="x") == 1
+    assert {row.batch for row in records.read_rows(out)} == {1, 2}
+    printed = capsys.readouterr().out
+    assert "tiny-qwen3 2 x 16, profile failed, no kernels:\nTraceback" in printed
+    assert printed.rindex("tok/s") < printed.index("no profiler here"), "rows come before a profiler does"
+
+
+def test_kernels_of_another_server_are_refused():
+    options = ["--url", "http://127.0.0.1:1/v1", "--profile"]
+    with pytest.raises(InvalidInput, match="--url measures another server"):
+        commands.run_load("decode", options, "x", prog="x", about="x")
 
 
 def test_what_was_closed_holds_no_engine(read):

@@ -45,14 +45,19 @@ def tune_gemm():
 
 
 def products_of(shape):
-    """(gated, outputs, inputs) of every product in the layers."""
+    """(op, outputs, inputs) of every product in the layers, where they are not gated "linear"; and of the head."""
     architecture = read_architecture(JsonFile.of(Path("config.json"), dict(shape.config)))
     with torch.device("meta"):
         model = build_backbone(architecture)
     gated = {module: isinstance(module, GatedLinear) for module in model.modules()}
     linear = [module for module in gated if isinstance(module, GatedLinear | Linear)]
     shapes = [(gated[module], *module.weight.shape) for module in linear]
-    return {(is_gated, n // (2 if is_gated else 1), k) for is_gated, n, k in shapes}
+    layers = {("gated", n // 2, k) if is_gated else ("linear", n, k) for is_gated, n, k in shapes}
+    if shape.pooling is not None:
+        return layers
+    # As causal_lm.py builds it: the token table's matrix, or one of that shape.
+    table = model.get_submodule("embed_tokens").weight
+    return layers | {("logits", *table.shape)}
 
 
 def test_every_shape_has_a_model(tune_gemm):
@@ -61,7 +66,28 @@ def test_every_shape_has_a_model(tune_gemm):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_products_are_those_of_the_models_layers(tune_gemm, name):
-    assert {(p.gated, p.n, p.k) for p in tune_gemm.SHAPES[name]} == products_of(MODELS[name])
+    tuned = {("linear" if p.op == "partial" else p.op, p.n, p.k) for p in tune_gemm.SHAPES[name]}
+    assert tuned == products_of(MODELS[name])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_in_turn_are_at_most_8_gib(tune_gemm, name):
+    for p in tune_gemm.SHAPES[name]:
+        assert p.in_turn * tiles.halves(p.op) * p.n * p.k * p.size <= 8 << 30
+        assert p.in_turn == tune_gemm.LAYERS or p.op == "logits"
+    turns = {p.k: p.in_turn for p in tune_gemm.SHAPES[name] if p.op == "logits"}
+    assert turns == {"qwen3-0.6b": {1024: 24}, "qwen3-8b": {4096: 6}, "qwen3.5-4b": {2560: 6}}.get(name, {})
+    assert tune_gemm.Product("logits", 1 << 20, 8192).in_turn == 2
+
+
+def test_heads_are_tuned_as_they_are_served(tune_gemm, monkeypatch):
+    """The library's time and a tile's, both in fp32."""
+    asked = []
+    monkeypatch.setattr(tune_gemm, "run_tile", lambda *args, **options: asked.append(options["dtype"]))
+    tile = tiles.Tile(16, 64, 64, 1, 4, 4)
+    for p in tune_gemm.SHAPES["qwen3-8b"]:
+        tune_gemm.product(p, torch.ones(1, 1), torch.ones(1, 1), None, tile)
+    assert asked == [None, None, None, None, torch.float32]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -229,6 +229,9 @@ CASES = [
     ("gated", 3072, 1024, 128, Tile(64, 32, 64, 1, 4, 4, "sm90", ahead=8)),
     *((op, n, k, 1, tiles.few_tokens(op, n, k)) for op, n, k in SMALL),
     *((op, n, k, 1, tiles.heavy(op, n, k)) for op, n, k in QWEN3_5_4B),
+    # Heads, in fp32: of Qwen3-8B and Qwen3.5-4B.
+    ("logits", 151936, 4096, 1, Tile(16, 64, 256, 1, 4, 4)),
+    ("logits", 248320, 2560, 64, Tile(64, 64, 128, 1, 4, 3, "sm90", ahead=8)),
 ]
 
 
@@ -239,7 +242,9 @@ def test_gemm(compiled, op, n, k, tokens, tile):
     gated, plain = op == "gated", op == "linear"
     weight = bf16(2 * n if gated else n, k)
     activation = "gelu" if plain else "silu" if gated else None
-    run_tile(bf16(tokens, k), weight, bf16(n) if plain else None, activation, tile, pieces=op == "partial", gated=gated)
+    bias, dtype = bf16(n) if plain else None, torch.float32 if op == "logits" else None
+    out = run_tile(bf16(tokens, k), weight, bias, activation, tile, pieces=op == "partial", gated=gated, dtype=dtype)
+    assert op != "logits" or out.dtype == torch.float32
     check(compiled, 1)
     if tile.bm >= 64:
         assert "wgmma" in compiled[0].asm["ptx"]

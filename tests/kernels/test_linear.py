@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from rose.kernels import activation, linear, tiles
+from rose.kernels import logits as head
 from rose.kernels.gemm import gemm, gemm_gated
 from rose.kernels.gemm_sm90 import gemm_sm90, gluon, runs_sm90
 from rose.kernels.tiles import Tile, sm90_reason
@@ -95,6 +96,28 @@ def test_one_piece_is_the_product_in_the_models_dtype(place, close):
     close(out[0], product(x, weight))
 
 
+def exactly(out, x, weight):
+    """In fp32, as near to the product as fp32 sums come: a half's rounding would be 30 times as far."""
+    assert out.dtype == torch.float32
+    expected = product(x, weight)
+    assert (out.double() - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("shape", [(1, 96, 64), (5, 50, 100)])
+def test_logits_are_not_rounded_to_halves(place, shape):
+    T, N, K = shape
+    x, weight = place.randn(T, K), place.randn(N, K)
+    exactly(linear.run_tile(x, weight, None, None, TILE, pieces=False, gated=False, dtype=torch.float32), x, weight)
+    exactly(head.logits(x, weight), x, weight)
+
+
+def test_a_head_without_a_row_is_the_librarys():
+    for tokens in (1, 16, 64, 128, 1024):
+        assert tiles.choose("logits", 4096, 1024, tokens) is None
+        with tiles.preferring(tiles.key("logits", 4096, 1024), tiles.bucket(tokens), "heuristic"):
+            assert tiles.choose("logits", 4096, 1024, tokens) is not None
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gated(place, close, shape):
     T, N, K = shape
@@ -140,7 +163,7 @@ def test_few_tokens_take_what_was_measured_for_64():
     assert tiles.choose("linear", 384, 384, 1).kind == "plain"
 
 
-@pytest.mark.parametrize("op", ["linear", "partial", "gated"])
+@pytest.mark.parametrize("op", ["linear", "partial", "gated", "logits"])
 @pytest.mark.parametrize("kind", ["plain", "prefetch", "sm90"])
 def test_every_product_runs_the_kernel_its_tile_names(monkeypatch, op, kind):
     """Pieces once went through the plain kernel whatever their tile said, which was right and 8 % slower."""
@@ -148,9 +171,11 @@ def test_every_product_runs_the_kernel_its_tile_names(monkeypatch, op, kind):
     for name in ("gemm", "gemm_gated", "gemm_sm90"):
         monkeypatch.setattr(linear, name, lambda *args, name=name, **kwargs: ran.append(name))
     tile = dataclasses.replace(TILE, kind=kind)
-    monkeypatch.setattr(linear, "_tile", lambda *args: tile)
+    for module in (linear, head):
+        monkeypatch.setattr(module, "tile_of", lambda *args: tile)
     x, weight = torch.randn(3, 64), torch.randn(128, 64)
-    {"linear": linear.linear, "partial": linear.linear_partial, "gated": linear.linear_gated}[op](x, weight)
+    serve = {"partial": linear.linear_partial, "gated": linear.linear_gated, "logits": head.logits}
+    serve.get(op, linear.linear)(x, weight)
     expected = "gemm_sm90" if kind == "sm90" else "gemm_gated" if op == "gated" else "gemm"
     assert ran == [expected]
 
@@ -172,6 +197,7 @@ def test_sm90(place, close, T, N, K, tile):
         gate, up = product(x, both).chunk(2, -1)
         close(run(x, both, None, "silu", tile, gated=True), F.silu(gate) * up)
     close(run(x, weight, None, None, tile, pieces=True)[0], product(x, weight))
+    exactly(linear.run_tile(x, weight, None, None, tile, pieces=False, gated=False, dtype=torch.float32), x, weight)
     split = dataclasses.replace(tile, split=K // tile.bk)
     pieces = run(x, weight, None, None, split, pieces=True)
     close(pieces.double().sum(0), product(x, weight))
@@ -213,7 +239,7 @@ def test_table_holds_only_launchable_tiles():
         kind, shape = name.split(":")
         n, k = map(int, shape.split("x"))
         op, size = kind.removeprefix("fp8-"), 1 if kind.startswith("fp8-") else 2
-        assert op in ("linear", "partial", "gated")
+        assert op in ("linear", "partial", "gated", "logits")
         for bucket, tile in rows.items():
             assert bucket == tiles.LARGE or int(bucket) in tiles.BUCKETS
             if tile is not None:
