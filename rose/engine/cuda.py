@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -196,11 +196,23 @@ class CudaGraphCapture:
         bytes: what the device had less after its capture than before.
     """
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Outputs, nbytes: int, seconds: float) -> None:
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        outputs: Outputs,
+        nbytes: int,
+        seconds: float,
+        released: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            released: called once, when the graph is gone.
+        """
         self._graph: torch.cuda.CUDAGraph | None = graph
         self.outputs = outputs
         self.bytes = nbytes
         self.seconds = seconds
+        self._released = released
 
     def replay(self) -> None:
         assert self._graph is not None
@@ -213,6 +225,7 @@ class CudaGraphCapture:
             self._graph.reset()
             self._graph = None
             self.outputs = {}
+            self._released()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -239,13 +252,17 @@ class CudaCapturer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
+        self._live = 0
         self.seconds: deque[float] = deque(maxlen=1024)
 
     def capture(self, key: BatchKey, fn: Callable[[], Outputs]) -> CudaGraphCapture:
         del key
         begin = time.perf_counter()
         free_before, _ = torch.cuda.mem_get_info(self._device)
+        if self._live == 0:
+            # A pool that no graph holds is dead: torch takes its handle for no further capture.
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         collecting = gc.isenabled()
         gc.disable()  # a collected event or graph would call the driver in the middle of the capture
@@ -268,4 +285,8 @@ class CudaCapturer:
                 gc.enable()
         free_after, _ = torch.cuda.mem_get_info(self._device)
         self.seconds.append(time.perf_counter() - begin)
-        return CudaGraphCapture(graph, outputs, max(0, free_before - free_after), self.seconds[-1])
+        self._live += 1
+        return CudaGraphCapture(graph, outputs, max(0, free_before - free_after), self.seconds[-1], self._one_less)
+
+    def _one_less(self) -> None:
+        self._live -= 1

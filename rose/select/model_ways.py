@@ -106,6 +106,8 @@ class Bench:
     def clear(self) -> None:
         """Let go of the graphs: those of one load are of no use to the next, and large ones fill their budget."""
         self.engine.graphs.clear()
+        if self.engine.executor.device.type == "cuda":
+            torch.cuda.empty_cache()  # their pool's memory, which no other pool can use
 
     def launch(self, sequences: list[np.ndarray]) -> tuple[float, float]:
         """(µs of this thread to stage and launch one batch, µs of the device for it)."""

@@ -20,12 +20,19 @@ class Device:
 
     Attributes:
         error: raised there instead.
+        users: of each pool, the graphs that hold it. As in torch, one that had some and has none any more is dead.
     """
 
     def __init__(self) -> None:
         self.free = FREE
         self.error: Exception | None = None
         self.capturing: object | None = None
+        self.users: dict[int, int] = {}
+        self.handles = 0
+
+    def handle(self) -> int:
+        self.handles += 1
+        return self.handles
 
 
 @pytest.fixture
@@ -33,10 +40,15 @@ def device(monkeypatch):
     fake = Device()
 
     class Graph:
+        pool: int | None = None
+
         def capture_begin(self, pool, capture_error_mode):
             assert fake.capturing is None, "the capture before it was never ended"
             assert not gc.isenabled()
-            assert (pool, capture_error_mode) == ("the one pool", "thread_local")
+            assert capture_error_mode == "thread_local"
+            assert fake.users.get(pool) != 0, "torch: INTERNAL ASSERT FAILED: use_count > 0"
+            fake.users[pool] = fake.users.get(pool, 0) + 1
+            self.pool = pool
             fake.capturing = self
 
         def capture_end(self):
@@ -51,13 +63,19 @@ def device(monkeypatch):
 
         def reset(self):
             fake.free += GRAPH
+            self.__del__()
+
+        def __del__(self):
+            pool, self.pool = self.pool, None
+            if pool is not None:
+                fake.users[pool] -= 1
 
     class Stream:
         def synchronize(self):
             pass
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "the one pool")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", fake.handle)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (fake.free, FREE))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream())
     return fake
@@ -121,3 +139,30 @@ def test_another_error_at_capture_stays_itself(device):
     assert caught.value is device.error
     assert not is_out_of_memory(caught.value)
     assert not is_out_of_memory(MemoryError("out of memory")), "the host's memory is another matter"
+
+
+def test_graphs_share_a_pool_and_the_first_after_the_last_has_a_new_one(device):
+    """Whose last graph was let go (the budget held one, or a replay failed) could capture no other ever after."""
+    held = graphs()
+    for number in range(3):
+        run(held, key(64), number)
+        run(held, key(128), number)
+    assert device.users == {1: 2}
+    held.clear()
+    assert device.users == {1: 0}
+    for number in range(3):
+        run(held, key(64), number)
+    assert device.users == {1: 0, 2: 1}
+    assert (held.metrics.captures, held.metrics.failed) == (3, 0)
+
+
+def test_a_first_capture_that_fails_leaves_no_dead_pool(device):
+    held = graphs()
+    device.error = RuntimeError("a passing error")
+    for number in range(2):
+        run(held, key(64), number)
+    gc.collect()
+    device.error = None
+    for number in range(3):
+        run(held, key(64), number)
+    assert held.metrics.captures == 1
