@@ -89,6 +89,21 @@ def test_every_bucket_replays_what_it_ran_plain(folder: Path) -> None:
         engine.close()
 
 
+def test_after_the_last_graph_was_let_go_others_are_captured(folder: Path) -> None:
+    engine = build(folder)
+    try:
+        items = sequences([60, 4])
+        first = [embed(engine, items) for _ in range(3)]
+        captures = engine.graphs.metrics.captures
+        engine.graphs.clear()
+        second = [embed(engine, items) for _ in range(3)]
+        assert engine.graphs.metrics.captures == captures + 1
+        for answer in (*first, *second):
+            np.testing.assert_array_equal(answer, first[0])
+    finally:
+        engine.close()
+
+
 def test_small_large_small_leaves_nothing_behind(engine: Engine) -> None:
     """Report C17 (vllm#57136): graphs of several sizes share a pool, and replays in any order equal the first run."""
     sizes = [[64], [1000], [30, 34], [2000, 48], [5], [512, 512]]
