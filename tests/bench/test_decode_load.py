@@ -103,9 +103,10 @@ def test_a_profile_tells_microseconds_a_step(folder, read, tmp_path, monkeypatch
         assert way._engine.idle
         assert way.counters()["pages_used"] == 0
     assert json.loads((tmp_path / "kernels_tiny-qwen3_decode_2x20.json").read_text()) == told
-    # A step more, or two, are launched before the last one is heard of.
+    # A step more, or two, are launched before the last one is heard of; and tokens that were on their way as it began
+    # are heard of within it, so that steps may be fewer.
     steps = told["steps"]
-    assert decode_profile.STEPS <= steps <= decode_profile.STEPS + 2
+    assert decode_profile.STEPS - 2 <= steps <= decode_profile.STEPS + 2
     gemm, norm = told["kernels"]
     assert (gemm["name"], gemm["calls"], gemm["us_a_step"], gemm["run_us"]) == ("_gemm", 2 * steps, 0.8, 0.4)
     assert (norm["kind"], norm["us_a_step"], norm["run_us"]) == ("norm", 0.1, 0.5)
@@ -139,7 +140,7 @@ def test_steps_are_profiled_and_told(folder, tmp_path, capsys):
     assert commands.run_load("decode", [*options, *sizes], "x", prog="x", about="x") == 0
     told = json.loads((tmp_path / "kernels_tiny-qwen3_decode_2x16.json").read_text())
     assert (told["load"], told["tokens"], told["batch"]) == ("decode", 16, 2)
-    assert decode_profile.STEPS <= told["steps"] <= decode_profile.STEPS + 2
+    assert decode_profile.STEPS - 2 <= told["steps"] <= decode_profile.STEPS + 2
     assert told["share_by_kind"]["product"] > 0
     assert told["gaps"] == []
     attention = next(one for one in told["kernels"] if one["name"] == "aten::scaled_dot_product_attention")
