@@ -218,8 +218,8 @@ def library_columns(weight: Tensor, w_scale: Tensor, x_scale: Tensor | None) -> 
     return joint.expand(weight.shape[0]).reshape(1, -1).contiguous()
 
 
-# Columns of ones, by device: the rows' scales where the settled one is at the weight's side. Graphs have read from
-# their addresses, so that none is let go; each is twice the one before it at least.
+# Columns of ones, by device: the rows' scales where the settled one is at the weight's side. Graphs read from their
+# addresses for as long as they live, so that none is ever let go; each is twice the one before it at least.
 _ones: dict[torch.device, list[Tensor]] = {}
 _FEWEST_ONES = 1 << 14
 
@@ -227,12 +227,20 @@ _FEWEST_ONES = 1 << 14
 def _column_of_ones(rows: int, device: torch.device) -> Tensor:
     """[rows, 1] fp32, to be read only."""
     held = _ones.setdefault(device, [])
-    if not held or held[-1].shape[0] < rows:
-        made = torch.ones(max(rows, 2 * held[-1].shape[0] if held else _FEWEST_ONES), 1, device=device)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return made[:rows]  # its memory is the graph's, and filled by its replays
-        held.append(made)
-    return held[-1][:rows]
+    if held and held[-1].shape[0] >= rows:
+        return held[-1][:rows]
+    if _captures(device):
+        # Not so in serving: what is captured has run plain before. Held, it would outlive the graph whose memory it is.
+        return torch.ones(rows, 1, device=device)
+    made = torch.ones(max(rows, 2 * held[-1].shape[0] if held else _FEWEST_ONES), 1, device=device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # other streams read it too, and wait for nothing
+    held.append(made)
+    return made[:rows]
+
+
+def _captures(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _library(

@@ -74,9 +74,18 @@ class QuantizedLinear(nn.Module):
 
     def build(self, device: torch.device) -> None:
         """What the library takes of the scales. Where no kernel takes e4m3 (the CPU): codes, or what blocks stand for,
-        as fp32, in four times the memory."""
+        as fp32, in four times the memory.
+
+        To be called again once weights or scales have changed, with nothing in flight; until then products are of the
+        old ones. Columns stay where a graph reads them, so that scales changed in place reach its replays.
+        """
         if device.type == "cuda" and self.weight.dtype == FP8:
-            self._columns = library_columns(self.weight, self.weight_scale, self.input_scale)
+            made = library_columns(self.weight, self.weight_scale, self.input_scale)
+            if made is not None and self._columns is not None and made.device == self._columns.device:
+                self._columns.copy_(made)
+            else:
+                # Its own memory: of a scale a row, columns are a view of the parameter.
+                self._columns = None if made is None else made.clone()
         if device.type == "cpu" and self.weight.dtype == FP8:
             blocks = self.weight_scale.dim() == 2
             wide = dequantize(self.weight, self.weight_scale) if blocks else self.weight.float()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rose.kernels import add_norm_quantize as anq
 from rose.kernels import quantize, scaled_mm
@@ -16,6 +15,7 @@ from rose.kernels.activation_quantize import (
 from rose.kernels.quantize import FP8, LARGEST, LEAST_SCALE, quantize_group, quantize_static, quantize_token
 from rose.kernels.scaled_gemm import scaled_gemm, scaled_tile
 from rose.kernels.scaled_mm import dequantize, scaled_linear, scaled_linear_ref, scaled_mm_ref
+from tests.support.launched import Launched
 
 
 def bits(x):
@@ -344,19 +344,7 @@ def test_scales_of_a_layer_cost_its_products_nothing(monkeypatch, settled, whole
     with Launched() as launched:
         again = scaled_mm._library(codes, x_scale, w, w_scale, None, torch.bfloat16, columns)
     assert torch.equal(out, again)
-    assert launched.names - {"aten::t", "aten::slice", "aten::transpose", "aten::view"} == {"aten::_scaled_mm"}
-
-
-class Launched(TorchDispatchMode):
-    """Names of the operators that were called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.name().split(".")[0])
-        return func(*args, **(kwargs or {}))
+    assert launched.names == ["aten::_scaled_mm"]
 
 
 def test_ones_that_a_graph_may_read_are_kept(monkeypatch):
@@ -370,3 +358,15 @@ def test_ones_that_a_graph_may_read_are_kept(monkeypatch):
     assert large.shape == (1 << 15, 1)
     assert [held.data_ptr() for held in scaled_mm._ones[cpu]] == [first.data_ptr(), large.data_ptr()]
     assert bool((scaled_mm._column_of_ones(20000, cpu) == 1).all())
+
+
+def test_ones_made_within_a_capture_are_its_graphs_alone(monkeypatch):
+    monkeypatch.setattr(scaled_mm, "_ones", {})
+    cpu = torch.device("cpu")
+    held = scaled_mm._column_of_ones(5, cpu)
+    monkeypatch.setattr(scaled_mm, "_captures", lambda device: True)
+    assert scaled_mm._column_of_ones(6, cpu).data_ptr() == held.data_ptr()  # large enough: nothing is made
+    large = scaled_mm._column_of_ones(1 << 15, cpu)
+    assert large.shape == (1 << 15, 1)
+    assert bool((large == 1).all())
+    assert [one.data_ptr() for one in scaled_mm._ones[cpu]] == [held.data_ptr()]
