@@ -52,6 +52,14 @@ def ports(process):
     return json.loads(line)
 
 
+def says(process, words):
+    """Waits until the process writes a line of its log that holds `words`."""
+    read = []
+    while words not in (line := process.stderr.readline()):
+        assert line, "".join(read)  # it ended
+        read.append(line)
+
+
 def wait_for(condition, timeout_s=20.0):
     end = time.monotonic() + timeout_s
     while not (found := condition()):
