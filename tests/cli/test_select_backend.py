@@ -41,7 +41,7 @@ def model(tmp_path_factory) -> Path:
 
 def test_a_model_on_the_cpu_is_measured_and_then_served_by_it(cache, model, capsys, tmp_path) -> None:
     report = tmp_path / "report"
-    assert cli.main(["select-backend", str(model), "--seconds", "4", "--report", str(report)]) == 0
+    assert cli.main(["select-backend", str(model), "--seconds", "30", "--report", str(report)]) == 0
     (written,) = (cache / "profiles").glob("*.json")
     out = capsys.readouterr().out
     assert str(written) in out
@@ -69,7 +69,7 @@ def test_a_model_on_the_cpu_is_measured_and_then_served_by_it(cache, model, caps
 
 
 def test_a_run_that_replaces_a_profile_tells_what_it_changes(cache, model, capsys) -> None:
-    arguments = ["select-backend", str(model), "--seconds", "3"]
+    arguments = ["select-backend", str(model), "--seconds", "30"]
     assert cli.main(arguments) == 0
     assert "it replaces" not in capsys.readouterr().out
     (written,) = (cache / "profiles").glob("*.json")
@@ -90,7 +90,7 @@ def test_a_run_that_replaces_a_profile_tells_what_it_changes(cache, model, capsy
 
 
 def test_explaining_tells_what_serving_takes_from_the_profile(cache, model, capsys, tmp_path) -> None:
-    assert cli.main(["select-backend", str(model), "--seconds", "3"]) == 0
+    assert cli.main(["select-backend", str(model), "--seconds", "30"]) == 0
     (written,) = (cache / "profiles").glob("*.json")
     mine = read_profile(written)
     (numbers,) = mine.models
@@ -113,7 +113,7 @@ def test_explaining_tells_what_serving_takes_from_the_profile(cache, model, caps
 
 def test_heads_alone_with_a_second_run(cache, capsys, tmp_path) -> None:
     rows, kept = tmp_path / "select.jsonl", tmp_path / "heads.json"
-    shape = ["--shape", "2/1x16:causal", "--seconds", "4", "--batch-tokens", "512"]
+    shape = ["--shape", "2/1x16:causal", "--seconds", "30", "--batch-tokens", "512"]
     assert cli.main(["select-backend", *shape, "--check", "--rows", str(rows), "-o", str(kept)]) == 0
     out = capsys.readouterr()
     assert "100%) are served within 3% of the best" in out.out

@@ -47,14 +47,14 @@ def test_waiting_for_an_event_sleeps_until_shortly_before_its_expected_end():
 
 
 def test_an_answer_leaves_when_its_event_comes():
+    # The promise is 30 µs; this machine is shared, so only the kind of a fault is looked for (a rounded-up epoll
+    # timeout costs a millisecond each time, a busy neighbour only sometimes): one answer in time is enough.
     late = []
     with serving(FakeEngine(batch_seconds=0.02, watched=False)) as server, Client(server.address) as client:
-        for _ in range(20):
+        while len(late) < 200 and min(late, default=1.0) >= 0.8e-3:
             client.embed([[1]])
             answered = time.monotonic()
             late.append(answered - server.engine.last_ticket.finished_at)
-    # The promise is 30 µs; this machine is shared, so only the kind of a fault is looked for (a rounded-up epoll
-    # timeout costs a millisecond each time, a busy neighbour only sometimes).
     assert min(late) < 0.8e-3
 
 
