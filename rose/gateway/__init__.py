@@ -13,6 +13,7 @@
     embeddings.py          POST /v1/embeddings; embedding_request.py reads it, vectors.py writes its numbers
     forms.py               floats, bytes and bits; named_outputs.py several outputs side by side
     contextual_route.py    POST /v1/contextualizedembeddings (schemas_context.py); contextual.py joins and bounds chunks
+    tokenize_routes.py     POST /v1/tokenize, /v1/detokenize; schemas_tokenize.py has their types
     rank_routes.py         POST /v1/rerank, /v1/score; rank_request.py reads them, schemas_rank.py has their types
     completions.py, chat.py  POST /v1/completions, /v1/chat/completions; generate_request.py reads them,
                            generate_reply.py writes JSON or events, schemas_generate.py has their types,

@@ -59,7 +59,7 @@ class ChatRoute:
             chat_messages(request.messages),
             deadline,
             add_generation_prompt=request.add_generation_prompt is not False,
-            variables=template_variables(request),
+            variables=template_variables(request.chat_template_kwargs),
         )
         job = GenerateJob(
             prompts=[ids],

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import UNSET
 
-from rose.errors import RoseError, from_kind
+from rose.errors import RoseError
 from rose.gateway.answer import Delta
 from rose.gateway.asgi import Call, Reply, StreamReply
 from rose.gateway.embedding_request import PRIORITIES
 from rose.gateway.generate_reply import Whole, finish_name, stream_reply, whole_reply
 from rose.gateway.generate_request import check_served, choices_of, completion_decoder, sampling_of
 from rose.gateway.generating import PROMPT, GenerateJob, GenerateService, Run
-from rose.gateway.inputs import Input, Texts, parse_input
+from rose.gateway.inputs import Input, Texts, parse_input, renamed
 from rose.gateway.json_body import read_body
 from rose.gateway.logprob_shapes import completion_logprobs
 from rose.gateway.schemas_generate import (
@@ -93,7 +93,7 @@ def _prompts(request: CompletionRequest, card: pb.ModelCard, max_items: int, max
     try:
         return parse_input(request.prompt, vocab_size=card.vocab_size, max_items=max_items, max_ids=max_ids)
     except RoseError as error:
-        raise from_kind(error.kind, error.message, param=PROMPT, index=error.index) from None
+        raise renamed(error, PROMPT, error.index) from None
 
 
 class _Completions:

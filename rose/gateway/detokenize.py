@@ -64,9 +64,9 @@ class TokenTexts:
             found = self._known[number] = self._added.get(number) or self._bytes_of(number)
         return found
 
-    def text(self, ids: list[int]) -> str:
-        """Of a whole sequence, special tokens included."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+    def text(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """Of a whole sequence, special tokens included unless they are to be left out."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def _bytes_of(self, number: int) -> bytes:
         piece: str | None = self._tokenizer.id_to_token(number)

@@ -28,6 +28,7 @@ from rose.gateway.rank_routes import RerankRoute, ScoreRoute
 from rose.gateway.ranking import RankService
 from rose.gateway.replicas import ReplicaPool
 from rose.gateway.service import EmbedService
+from rose.gateway.tokenize_routes import DetokenizeRoute, TokenizeRoute
 from rose.gateway.tokenizer import TextTokenizer
 from rose.proto import rose_pb2 as pb
 
@@ -125,6 +126,7 @@ def http_front(
     embeddings = EmbeddingsRoute(service, metrics)
     completions, chat = CompletionsRoute(generate), ChatRoute(generate)
     rerank, score = RerankRoute(rank, metrics), ScoreRoute(rank, metrics)
+    tokenize, detokenize = TokenizeRoute(generate), DetokenizeRoute(generate)
     return HttpFront(
         {
             "/v1/embeddings": embeddings,
@@ -138,6 +140,10 @@ def http_front(
             "/completions": completions,
             "/v1/chat/completions": chat,
             "/chat/completions": chat,
+            "/v1/tokenize": tokenize,
+            "/tokenize": tokenize,
+            "/v1/detokenize": detokenize,
+            "/detokenize": detokenize,
         },
         {
             "/v1/models": pages.models,

@@ -149,9 +149,9 @@ def _logprobs_field(request: SampledRequest) -> str:
     return "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
 
 
-def template_variables(request: ChatRequest) -> dict[str, Any]:
+def template_variables(asked: dict[str, Any] | None) -> dict[str, Any]:
     """Raises InvalidInput for a variable that the request has a field for."""
-    variables = request.chat_template_kwargs or {}
+    variables = asked or {}
     for name in variables:
         if name in RESERVED or name.startswith("rose_"):
             raise InvalidInput(f"{name[:SHOWN_CHARS]!r} is no variable to set", param="chat_template_kwargs")

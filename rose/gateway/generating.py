@@ -13,11 +13,12 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rose.client import Timing
-from rose.errors import InvalidInput, RoseError, from_kind
+from rose.errors import InvalidInput, RoseError
 from rose.gateway.answer import Answer, Delta
 from rose.gateway.chat_prompt import ChatPrompt, Message
 from rose.gateway.detokenize import PAST_TOKENS
 from rose.gateway.facts import ModelFacts
+from rose.gateway.inputs import renamed
 from rose.gateway.metrics import Metrics
 from rose.gateway.replica import Replica
 from rose.gateway.sampling import SamplingOptions
@@ -117,7 +118,7 @@ class GenerateService:
                 if not len(sequence):
                     raise InvalidInput("the text gives no tokens", index=index)
         except RoseError as error:
-            raise _renamed(error, field, error.index if listed else None) from None
+            raise renamed(error, field, error.index if listed else None) from None
         return ids, seconds
 
     async def chat_prompt(
@@ -250,7 +251,7 @@ class Run:
                         return  # of a stop string the engine knows nothing: closing the stream ends it there
         except RoseError as error:
             names = {PROMPT: job.field, "tokens": job.field, **job.sampling.names}
-            raise _renamed(error, names.get(error.param or ""), index if job.listed else None) from None
+            raise renamed(error, names.get(error.param or ""), index if job.listed else None) from None
 
     def _shares(self, prompt: IntArray) -> bool:
         return self.job.choices > 1 and len(prompt) >= SHARE_TOKENS
@@ -284,9 +285,3 @@ def _room(card: pb.ModelCard, job: GenerateJob, index: int) -> int:
             index=number,
         )
     return min(asked or left, left)
-
-
-def _renamed(error: RoseError, param: str | None, index: int | None) -> RoseError:
-    """The error with the caller's name of the field, where it is one, and the number of the prompt."""
-    own = param if param is not None else error.param
-    return from_kind(error.kind, error.message, param=own, index=index, retry_after_s=error.retry_after_s)

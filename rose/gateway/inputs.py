@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rose.errors import InvalidInput, PayloadTooLarge
+from rose.errors import InvalidInput, PayloadTooLarge, RoseError, from_kind
 from rose.proto.convert import IntArray
 
 FIELD = "input"
@@ -122,6 +122,12 @@ def _same_kind(items: list[Any], kind: type, name: str) -> None:
     if set(map(type, items)) != {kind}:
         index = next(i for i, item in enumerate(items) if type(item) is not kind)
         raise InvalidInput(f"expected {name} as in item 0, got {kind_of_value(items[index])}", param=FIELD, index=index)
+
+
+def renamed(error: RoseError, param: str | None, index: int | None) -> RoseError:
+    """The error with the caller's name of the field, where it is one, and the number of the item."""
+    own = param if param is not None else error.param
+    return from_kind(error.kind, error.message, param=own, index=index, retry_after_s=error.retry_after_s)
 
 
 def show(number: int) -> str:

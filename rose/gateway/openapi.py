@@ -25,10 +25,12 @@ from rose.gateway.schemas import (
 from rose.gateway.schemas_context import ContextualRequest, ContextualResponse
 from rose.gateway.schemas_generate import ChatChunk, ChatRequest, ChatResponse, CompletionRequest, CompletionResponse
 from rose.gateway.schemas_rank import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
+from rose.gateway.schemas_tokenize import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 
 _TYPES = (
     *(EmbeddingRequest, EmbeddingResponse, RerankRequest, RerankResponse, ScoreRequest, ScoreResponse),
     *(CompletionRequest, CompletionResponse, ChatRequest, ChatResponse, ChatChunk),
+    *(TokenizeRequest, TokenizeResponse, DetokenizeRequest, DetokenizeResponse),
     *(ContextualRequest, ContextualResponse, ErrorResponse, Liveness, Model, ModelList, Readiness),
 )
 _TITLE = "ROSE"
@@ -46,6 +48,7 @@ _SCORE_EXAMPLE = {"text_1": "where does the river meet the sea?", "text_2": ["so
 _CONTEXTUAL_EXAMPLE = {"input": [["The river rises in the hills.", "It meets the sea."]], "encoding_format": "float"}
 _COMPLETION_EXAMPLE = {"prompt": "The river meets the sea", "max_tokens": 32, "temperature": 0}
 _CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "Where does the river meet the sea?"}], "max_tokens": 64}
+_TOKENIZE_EXAMPLE = {"prompt": "where does the river meet the sea?", "return_token_strs": True}
 _REQUEST_HEADERS = [
     {
         "name": "X-Request-Id",
@@ -75,6 +78,8 @@ def openapi_document(config: GatewayConfig) -> dict[str, Any]:
             "/v1/contextualizedembeddings": {"post": _contextual(config)},
             **{path: {"post": _completions()} for path in ("/v1/completions", "/completions")},
             **{path: {"post": _chat()} for path in ("/v1/chat/completions", "/chat/completions")},
+            **{path: {"post": _tokenize(config)} for path in ("/v1/tokenize", "/tokenize")},
+            **{path: {"post": _detokenize()} for path in ("/v1/detokenize", "/detokenize")},
             **{path: {"get": _models()} for path in ("/v1/models", "/models")},
             "/v1/models/{model}": {"get": _model()},
             "/health": {"get": _page("The process is alive", Liveness, "state")},
@@ -172,6 +177,27 @@ def _chat() -> dict[str, Any]:
     )
     page["responses"]["200"]["content"]["text/event-stream"] = {"schema": _ref(ChatChunk)}
     return page
+
+
+def _tokenize(config: GatewayConfig) -> dict[str, Any]:
+    return _work(
+        "tokens",
+        "The token ids that the model would see",
+        f"In vLLM's shape; a list of texts gives lists. At most {config.max_items} texts and "
+        f"{config.max_request_tokens} tokens a request; texts may be longer than the model takes.",
+        (TokenizeRequest, _TOKENIZE_EXAMPLE),
+        ("Ids, and how many", TokenizeResponse),
+    )
+
+
+def _detokenize() -> dict[str, Any]:
+    return _work(
+        "tokens",
+        "Token ids back into text",
+        "In vLLM's shape; lists of ids give a list of texts.",
+        (DetokenizeRequest, {"tokens": [11, 12, 13]}),
+        ("The text, special tokens included unless they are to be left out", DetokenizeResponse),
+    )
 
 
 def _work(

@@ -177,7 +177,8 @@ def test_routes_and_methods_that_do_not_exist(shared):
     root = error_of(shared.client.get("/"), 404, "unknown_route")
     assert root["message"] == "there is no / here; GET /docs shows what there is"
     error_of(shared.client.post("/v1/nowhere", json={}), 404, "unknown_route")
-    for path in ("/v1/embeddings", "/embeddings", "/v1/rerank", "/rerank", "/v1/score", "/score"):
+    routes = ("embeddings", "rerank", "score", "tokenize", "detokenize")
+    for path in (f"{before}/{name}" for name in routes for before in ("", "/v1")):
         response = shared.client.get(path)
         error_of(response, 405, "method_not_allowed")
         assert response.headers["allow"] == "POST"

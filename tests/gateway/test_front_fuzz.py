@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from rose.gateway import schemas
 from rose.gateway.schemas_rank import RerankResponse, ScoreResponse
+from rose.gateway.schemas_tokenize import DetokenizeResponse, TokenizeResponse
 from tests.gateway.cards import m3_card, reranker_card
 from tests.gateway.conftest import live_front
+from tests.gateway.generating import generating_front, make_folder
 from tests.support.tiny_families import tiny_cross_encoder_bert
 
 ANYTHING = st.recursive(
@@ -68,6 +70,32 @@ PAIRS = st.fixed_dictionaries(
 )
 
 
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "x"]), "content": st.text(max_size=9)}), max_size=3
+)
+TOKENS = st.fixed_dictionaries(
+    {},
+    optional={
+        "prompt": PLAUSIBLE | ANYTHING,
+        "tokens": PLAUSIBLE | ANYTHING,
+        "messages": MESSAGES | ANYTHING,
+        "chat_template_kwargs": st.dictionaries(st.text(max_size=5), ANYTHING, max_size=2) | ANYTHING,
+        "prompt_name": st.sampled_from(["query", "", None]) | ANYTHING,
+        **dict.fromkeys(
+            ("add_special_tokens", "split_special_tokens", "add_generation_prompt", "return_token_strs"),
+            st.booleans() | ANYTHING,
+        ),
+        "skip_special_tokens": st.booleans() | ANYTHING,
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    with generating_front(make_folder(tmp_path_factory.mktemp("fuzz") / "chat")) as chat:
+        yield chat
+
+
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     """A cross-encoder and an embedder with all of BGE-M3's outputs."""
@@ -102,6 +130,17 @@ def test_any_pairs(both, fields):
             assert response.status_code in (200, 400, 404, 413), response.text
             msgspec.json.decode(response.content, type=kind if response.status_code == 200 else schemas.ErrorResponse)
         assert live.client.post("/v1/contextualizedembeddings", content=body).status_code == 400
+
+
+@SETTINGS
+@given(fields=TOKENS)
+def test_any_text_or_ids(shared, chat, fields):
+    body = json.dumps(fields).encode()
+    for live in (shared, chat):
+        for route, kind in (("/v1/tokenize", TokenizeResponse), ("/v1/detokenize", DetokenizeResponse)):
+            response = live.client.post(route, content=body)
+            assert response.status_code in (200, 400, 404, 413), response.text
+            msgspec.json.decode(response.content, type=kind if response.status_code == 200 else schemas.ErrorResponse)
 
 
 @SETTINGS

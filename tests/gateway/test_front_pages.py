@@ -18,6 +18,7 @@ from rose.gateway import schemas
 from rose.gateway.schemas_context import ContextualRequest
 from rose.gateway.schemas_generate import ChatRequest, CompletionRequest
 from rose.gateway.schemas_rank import RerankRequest, ScoreRequest
+from rose.gateway.schemas_tokenize import DetokenizeRequest, TokenizeRequest
 from rose.proto import rose_pb2 as pb
 from tests.gateway.conftest import DIMENSION, MAX_TOKENS, card_for, live_front
 
@@ -193,6 +194,7 @@ def test_the_written_page_names_every_field_route_code_and_metric(shared):
     page = (Path(__file__).parents[2] / "docs" / "http_api.md").read_text()
     document = shared.client.get("/openapi.json").json()
     bodies = (schemas.EmbeddingRequest, RerankRequest, ScoreRequest, ContextualRequest, CompletionRequest, ChatRequest)
+    bodies += (TokenizeRequest, DetokenizeRequest)
     names = {*document["paths"], *(name for body in bodies for name in body.__struct_fields__)}
     names |= {error.kind for error in WIRE_ERRORS if error is not Cancelled}
     names |= {
