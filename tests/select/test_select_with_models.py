@@ -93,7 +93,7 @@ def test_minilm_on_the_cpu(minilm_folder: Path, monkeypatch: pytest.MonkeyPatch)
     # Eight more rounds of 3 s would repeat these; what they decide is tested in test_cpu_budgets.py.
     monkeypatch.setattr(cpu, "ROUNDS", 2)
     folder = read_model_folder(minilm_folder)
-    result = measure_model(folder, CPU, torch.float32, "minilm", Options(seconds=60, batch_tokens=1024, max_rounds=4))
+    result = measure_model(folder, CPU, torch.float32, "minilm", Options(seconds=60, batch_tokens=256, max_rounds=4))
     (numbers,) = result.profile.models
     assert numbers.num_threads in {row[1] for row in numbers.threads}
     assert numbers.bulk_tokens in dict(numbers.saturation)
